@@ -80,7 +80,7 @@ ROOMS = {  # inside of a package, likewise; its __init__ may import all
         ("bucket",),
         ("bucket_states", "verdict"),
         ("tiers",),
-        ("pipeline",),
+        ("pipeline", "state_intake"),
         ("disk", "memory_estimate", "state_of_params"),
         ("optimizer",),
         ("timeline",),

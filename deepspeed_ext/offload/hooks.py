@@ -137,3 +137,12 @@ def is_final_in_hook(param: Tensor, free_grads: bool) -> bool:
     if alone or is_dtensor(param):
         return True
     return not free_grads and torch.distributed.get_world_size() == 1
+
+
+def let_go(end: Callable[[], None], hooks: dict[Tensor, Remove], waiting: list[Remove]) -> None:
+    """Have nothing call an optimizer that is closed or gone, and end what it has started."""
+    for remove in (*hooks.values(), *waiting):
+        remove()
+    hooks.clear()
+    waiting.clear()
+    end()

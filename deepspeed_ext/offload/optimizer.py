@@ -15,7 +15,7 @@ from deepspeed_ext.offload.bucket_states import OffloadedBucket
 from deepspeed_ext.offload.copies import Recorder
 from deepspeed_ext.offload.copying import copied, rebuilt
 from deepspeed_ext.offload.disk import Disk, check_nvme
-from deepspeed_ext.offload.hooks import Remove, before_forward, check_model, on_gradient
+from deepspeed_ext.offload.hooks import Remove, before_forward, check_model, let_go, on_gradient
 from deepspeed_ext.offload.host_optimizer import offloaded
 from deepspeed_ext.offload.memory_estimate import (
     bytes_of,
@@ -25,6 +25,7 @@ from deepspeed_ext.offload.memory_estimate import (
 )
 from deepspeed_ext.offload.param_table import ParamTable, weakly
 from deepspeed_ext.offload.pipeline import Pipeline
+from deepspeed_ext.offload.state_intake import StateIntake
 from deepspeed_ext.offload.state_of_params import State
 from deepspeed_ext.offload.tiers.contents import bytes_beside
 from deepspeed_ext.offload.tiers.room import bytes_in
@@ -34,7 +35,8 @@ from deepspeed_ext.optim.base import FlatStateOptimizer
 from deepspeed_ext.optim.buckets import Bucket
 from deepspeed_ext.optim.checks import check_group_keys, check_once
 from deepspeed_ext.optim.clipping import Scaling
-from deepspeed_ext.optim.state_dict import portable_state
+from deepspeed_ext.optim.formats import Parts
+from deepspeed_ext.optim.state_dict import portable_state, portable_state_in_parts
 from deepspeed_ext.processors import check_threads, share_here
 from deepspeed_ext.torch_internals.compiler import untraced
 from deepspeed_ext.torch_internals.modules import load_hooks_of
@@ -191,7 +193,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
         self._take_options()
         self._model = model
         self._waiting = [] if model is None else before_forward(model, self._pipeline.before_use)
-        self._end = weakref.finalize(self, _let_go, self._pipeline, self._hooks, self._waiting)
+        self._end = weakref.finalize(self, let_go, self._pipeline.end, self._hooks, self._waiting)
         self._watch()
         if disk is not None:
             try:
@@ -393,6 +395,14 @@ class OffloadOptimizer(torch.optim.Optimizer):
         """
         return portable_state(super().state_dict(), self._host_optimizer.spec.signed)
 
+    def state_dict_in_parts(self) -> tuple[dict[str, Any], dict[tuple[int, str], Parts]]:
+        """Return the state dict, with tensors that it would make of others on meta.
+
+        Returns:
+            The state dict; and, by number and key, what makes those tensors part by part.
+        """
+        return portable_state_in_parts(super().state_dict(), self._host_optimizer.spec.signed)
+
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load what state_dict of this class, the optimizer class or torch's counterpart returned.
 
@@ -410,6 +420,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
     def _load(self, state_dict: dict[str, Any]) -> None:
         self._pipeline.update_copies()
         self._host_optimizer.load_state_dict(state_dict)
+        self._pipeline.follow_buckets()  # who is shown state now may write to it
         self._take_options()
 
     @untraced
@@ -461,6 +472,12 @@ class OffloadOptimizer(torch.optim.Optimizer):
         self._pipeline.finish()
         self._pipeline.update_copies()
         self._host_optimizer.give_state([self._pipeline.table[param].copy for param in params])
+        self._pipeline.follow_buckets()
+
+    def state_intake(self) -> StateIntake:
+        """Return what takes state of one parameter after another, of those that have some."""
+        self._pipeline.finish()
+        return StateIntake(self._host_optimizer, self._pipeline.table)
 
     def reset_master(self) -> None:
         """Make master weights copies of the parameters; see `FlatStateOptimizer.reset_master`."""
@@ -479,12 +496,3 @@ class OffloadOptimizer(torch.optim.Optimizer):
         self._pipeline.finish()
         settings = (self.max_grad_norm, self._model, self._settings)
         return rebuilt, (type(self), self.param_groups, *settings, self.state_dict())
-
-
-def _let_go(pipeline: Pipeline, hooks: dict[Tensor, Remove], waiting: list[Remove]) -> None:
-    """End the thread, and have nothing call an optimizer that is closed or gone."""
-    for remove in (*hooks.values(), *waiting):
-        remove()
-    hooks.clear()
-    waiting.clear()
-    pipeline.end()

@@ -321,15 +321,9 @@ class Pipeline:
         if self.ring is not None:
             self.ring.check_open()
         row = self.table.get(param)
-        if row is None:
-            return
-        with self._locked(), torch.no_grad():
-            if row.bucket is not None:
+        if row is not None and row.bucket is not None:
+            with self._locked(), torch.no_grad():
                 row.bucket.show_state()
-            elif row.is_on_disk:  # no step was taken since it was loaded
-                for _, bucket in self.host_optimizer.buckets():
-                    if isinstance(bucket, DiskState):
-                        bucket.expose()
 
     def update_copies(self) -> None:
         """Give host copies the weights that somebody else has written, in whatever way."""
@@ -436,6 +430,10 @@ class Pipeline:
         are_there = all(bucket.is_on_device() for bucket in self._buckets)
         if not are_there or not all(bucket.fits() for _, bucket in self._kept_on_device):
             self.host_optimizer.forget_buckets()
+        self.follow_buckets()
+
+    def follow_buckets(self) -> None:
+        """Take over the buckets that the host optimizer has now."""
         found = self.host_optimizer.buckets()
         if [bucket for _, bucket in found] == self._known:
             return

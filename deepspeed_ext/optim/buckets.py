@@ -217,7 +217,7 @@ class Bucket:
         if any(map(is_not, params, self.params)) or not self.fits():
             return False
         return all(
-            _is_same_memory(values[i].get(key), view)
+            is_same_memory(values[i].get(key), view)
             for i in range(len(params))
             for key, view in self.views(i).items()
         )
@@ -427,7 +427,8 @@ def cut(params: Sequence[Tensor], most: int | None = None) -> Iterator[list[Tens
         yield part
 
 
-def _is_same_memory(value: object, view: Tensor) -> bool:
+def is_same_memory(value: object, view: Tensor) -> bool:
+    """Return whether a value is a tensor in the place of another one, and looks alike here."""
     if not isinstance(value, Tensor):
         return False
     part = local(value)

@@ -1,6 +1,6 @@
 """How an optimizer stores its state: the dtype of each tensor, and the way from one to another."""
 
-from collections.abc import Container, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, TypedDict
 
@@ -9,6 +9,7 @@ from torch import Tensor
 
 from deepspeed_ext.dtensors import is_dtensor, local, part_for, same_layout, spread
 from deepspeed_ext.ops.optimizers.state_formats import (
+    BLOCK,
     decode_blocks,
     encode_blocks,
     in_memory_order,
@@ -20,7 +21,11 @@ MASTER = "master_param"  # float32 master weights
 REMAINDER = "master_remainder"  # the lower 16 bits of split ones; the parameter has the upper
 SCALE = "_scale"  # ends the key of the scales of a state tensor in 8-bit codes
 
+_AT_ONCE = 2**19  # elements that are converted at once: whole blocks
 _STATE_DTYPES = (torch.float32, torch.bfloat16, torch.uint8)
+
+
+Parts = Callable[[], Iterator[Tensor]]
 
 
 class CompactOptions(TypedDict, total=False):
@@ -176,10 +181,13 @@ def store(view: Tensor, scale: Tensor | None, value: Tensor, *, signed: bool) ->
     if scale is None:
         view.copy_(value)
         return
-    laid_out = torch.empty_like(view, dtype=torch.float32).copy_(value)
-    codes, scales = encode_blocks(laid_out, signed=signed, were_coded=True)
-    in_memory_order(view).copy_(in_memory_order(codes))
-    scale.copy_(scales)
+    laid_out = in_memory_order(torch.empty_like(view, dtype=torch.float32).copy_(value))
+    stored = in_memory_order(view)
+    for begin in range(0, laid_out.numel(), _AT_ONCE):
+        part = laid_out[begin : begin + _AT_ONCE]
+        codes, scales = encode_blocks(part, signed=signed, were_coded=True)
+        stored[begin : begin + _AT_ONCE].copy_(codes)
+        scale[begin // BLOCK :][: len(scales)].copy_(scales)
 
 
 def portable(entry: Mapping[str, Any], signed: Container[str]) -> dict[str, Any]:
@@ -205,6 +213,39 @@ def portable(entry: Mapping[str, Any], signed: Container[str]) -> dict[str, Any]
                 continue
             made[key] = spread(decode_blocks(local(value), scales, signed=key in signed), value)
     return made
+
+
+def portable_in_parts(
+    key: str, entry: Mapping[str, Any], signed: Container[str]
+) -> tuple[Tensor, Parts] | None:
+    """Return what `portable` makes of one value, on meta, and what makes it part by part.
+
+    Returns:
+        None if that is the value as it is.
+    """
+    value, scales = entry[key], entry.get(key + SCALE)
+    if not (isinstance(value, Tensor) and is_dtensor(value)):
+        return None
+    is_coded = value.dtype == torch.uint8 and scales is not None
+    if not is_coded and value.dtype != torch.int16:
+        return None
+    dtype, stored = torch.float32 if is_coded else torch.int32, local(value)
+    described = torch.empty_like(stored, dtype=dtype, device="meta")
+
+    def convert(part: Tensor, begin: int = 0) -> Tensor:
+        if scales is None or not is_coded:
+            return part.int()
+        return decode_blocks(part, scales[begin // BLOCK :], signed=key in signed)
+
+    def parts() -> Iterator[Tensor]:
+        if not stored.is_contiguous():
+            yield convert(stored)
+            return
+        flat = stored.view(-1)
+        for begin in range(0, flat.numel(), _AT_ONCE):
+            yield convert(flat[begin : begin + _AT_ONCE], begin)
+
+    return spread(described, value), parts
 
 
 def lower_bits_of(master: Tensor, param: Tensor) -> Tensor:

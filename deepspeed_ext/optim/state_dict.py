@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from deepspeed_ext.optim.formats import portable
+from deepspeed_ext.optim.formats import SCALE, Parts, portable, portable_in_parts
 from deepspeed_ext.optim.state_entry import StateEntry
 
 
@@ -42,6 +42,26 @@ def portable_state(packed: dict[str, Any], signed: frozenset[str]) -> dict[str, 
         for key, value in packed["state"].items()
     }
     return {**packed, "state": state}
+
+
+def portable_state_in_parts(
+    packed: dict[str, Any], signed: frozenset[str]
+) -> tuple[dict[str, Any], dict[tuple[int, str], Parts]]:
+    """Return the same, with what is converted on meta.
+
+    Returns:
+        The state dict; and, by number and key, what makes those tensors part by part.
+    """
+    parts: dict[tuple[int, str], Parts] = {}
+    state = {}
+    for number, entry in packed["state"].items():
+        state[number] = dict(entry)
+        for key in entry if isinstance(entry, StateEntry) else ():
+            made = portable_in_parts(key, entry, signed)
+            if made is not None:
+                state[number][key], parts[number, key] = made
+                state[number].pop(key + SCALE, None)
+    return {**packed, "state": state}, parts
 
 
 def show_entries(state: Mapping[Any, Any]) -> defaultdict[Any, Any]:

@@ -149,7 +149,7 @@ def raised_by_a_load(
     patch.setattr(saving, "dcp_load", fails)
     patch.setattr(saving.dist, "get_rank", lambda: rank)
     with pytest.raises(BaseException) as caught:
-        saving._read(None, {})
+        saving._read(None, {}, [])
     return caught.value
 
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from deepspeed_ext.dtensors import local
+from deepspeed_ext.io.checkpoint.packed_writer import new_pages
 from deepspeed_ext.io.extents import PAGE
 from deepspeed_ext.offload.host_tensors import put
 from deepspeed_ext.offload.seals import parts_of
@@ -231,7 +232,9 @@ class DiskState(Bucket):
 
     def flush(self, pieces: Iterable[int]) -> None:
         """Bring what was written to the buffers to the disk."""
-        record = torch.zeros(self.shape.nbytes, dtype=torch.uint8, device="cpu")
+        if not pieces:
+            return
+        record = new_pages(self.shape.nbytes)  # else the engine would copy it to pages of its own
         for k in pieces:
             self.copy_shown(k, record)
             self.records.put(self.begin_put(k), record).result()
@@ -257,19 +260,35 @@ class DiskState(Bucket):
         before = self._versions_of_state()
         with self._weights_of(i):
             shown = super().fill(i, values, look_at_source)
-        is_last = i + 1 == len(self.params)
-        end = self.elements if is_last else int(self.offsets[i + 1])
         if self._versions_of_state() != before:
-            self._filled_to(int(self.offsets[i]), end)
-        self._flush_filled(end if not is_last else self.count * self.shape.elements)
+            self._filled |= set(self._pieces_of(i))
+        self._flush_before(i + 1)
         return shown
 
-    def _filled_to(self, begin: int, end: int) -> None:
-        size = self.shape.elements
-        self._filled |= set(range(begin // size, -(-end // size)))
+    def keep_written(self, i: int) -> None:
+        """Bring to the disk what was written to the buffers for parameter i.
 
-    def _flush_filled(self, end: int) -> None:
-        whole = {k for k in self._filled if (k + 1) * self.shape.elements <= end}
+        A piece that has state of the next one, too, waits for that, or for `flush_written`.
+        """
+        self._filled |= set(self._pieces_of(i))
+        self._flush_before(i + 1)
+
+    def flush_written(self) -> None:
+        """Bring to the disk what `keep_written` has left."""
+        self._flush_before(len(self.params))
+
+    def _pieces_of(self, i: int) -> range:
+        """Return the pieces that have state of a parameter."""
+        size = self.shape.elements
+        return range(int(self.offsets[i]) // size, -(-self._end_of(i) // size))
+
+    def _end_of(self, i: int) -> int:
+        return self.elements if i + 1 == len(self.params) else int(self.offsets[i + 1])
+
+    def _flush_before(self, i: int) -> None:
+        """Flush pieces that were written to, and have state of no parameter from this one on."""
+        is_end = i == len(self.params)
+        whole = {k for k in self._filled if is_end or self._pieces_of(i).start > k}
         self.flush(sorted(whole))
         self._filled -= whole
 
@@ -279,20 +298,26 @@ class DiskState(Bucket):
     def reset_master_weights(self) -> None:
         """See Bucket.reset_master_weights."""
         self.expose()  # until all of it is there
-        if REMAINDER in self.buffers:
-            self.buffers[REMAINDER][0].zero_()
-        if MASTER in self.buffers:
-            for i in range(len(self.params)):
-                with self._weights_of(i):
-                    self.views(i)[MASTER].copy_(local(self.params[i]))
-        self.flush(range(self.count))
+        size = self.shape.elements
+        for k in range(self.count) if REMAINDER in self.buffers else ():
+            self.buffers[REMAINDER][0][k * size : (k + 1) * size].zero_()
+            self.flush([k])
+        for i in range(len(self.params)) if MASTER in self.buffers else ():
+            with self._weights_of(i):
+                self.views(i)[MASTER].copy_(local(self.params[i]))
+            self.keep_written(i)
+        self.flush_written()
 
     def follow_stale(self) -> None:
         """Give master weights the values of parameters that were written, for who is shown them."""
-        if MASTER in self.buffers:
-            for i in self.stale:
-                with self._weights_of(i):
-                    follow(self.views(i)[MASTER], local(self.params[i]))
+        for i in sorted(self.stale) if MASTER in self.buffers else ():
+            with self._weights_of(i):
+                master, param = self.views(i)[MASTER], local(self.params[i])
+                if torch.equal(master.to(param.dtype), param):
+                    continue  # a write would take memory
+                follow(master, param)
+            self.keep_written(i)
+        self.flush_written()
         self.stale.clear()
 
     def refresh_master_weights(self) -> None:

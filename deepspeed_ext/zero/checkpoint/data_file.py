@@ -10,11 +10,13 @@ from torch import Tensor
 from deepspeed_ext.io import AsyncIO
 from deepspeed_ext.io.checkpoint.format import make_header
 from deepspeed_ext.io.checkpoint.new_file import NewFile
-from deepspeed_ext.io.checkpoint.packed_writer import PackedWriter
+from deepspeed_ext.io.checkpoint.packed_writer import HELD_BYTES, PackedWriter
 from deepspeed_ext.io.checkpoint.saved_tensors import lay_out
 from deepspeed_ext.io.store.checks import checksum_of
 from deepspeed_ext.io.tensors import byte_view, plain
 from deepspeed_ext.zero.checkpoint.manifest import BLOCK, Piece
+
+_HELD_PARTS = 64 << 20
 
 
 def write(
@@ -50,7 +52,8 @@ def write(
         page = max(mmap.PAGESIZE, new.file.offset_alignment)
         header = make_header(entries, {}, page)
         new.reserve(len(header) + max((entry.end for entry in entries.values()), default=0))
-        writer = PackedWriter(engine, new.file, page)
+        # What is under way is memory of its own where it is made part by part.
+        writer = PackedWriter(engine, new.file, page, HELD_BYTES if read is None else _HELD_PARTS)
         try:
             writer.add(torch.frombuffer(bytearray(header), dtype=torch.uint8))
             for name, entry in entries.items():

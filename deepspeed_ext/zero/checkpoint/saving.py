@@ -4,17 +4,17 @@ import logging
 import os
 import random
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
@@ -33,7 +33,7 @@ from deepspeed_ext.zero.checkpoint.exchange import (
 from deepspeed_ext.zero.checkpoint.folder import checked_tag, folder_of, name_latest
 from deepspeed_ext.zero.checkpoint.plain_values import NotPlain, OutOfRange, dumps
 from deepspeed_ext.zero.checkpoint.staging import staged
-from deepspeed_ext.zero.checkpoint.storage import Encoded, Reader, Writer
+from deepspeed_ext.zero.checkpoint.storage import Encoded, InParts, Part, Reader, SavesParts, Writer
 from deepspeed_ext.zero.checkpoint.training_state import (
     COMMON,
     Targets,
@@ -117,14 +117,15 @@ def save(
     check_agreement(_SAVE, lines, sharding.mesh)
     _await_previous(_SAVE, sharding)
     with all_or_none(_SAVE, sharding.mesh):
-        content = _content(sharding, optimizer, with_frozen=not exclude_frozen) | own
+        parts: dict[str, Callable[[], Iterable[Tensor]]] | None = {} if wait else None
+        content = _content(sharding, optimizer, not exclude_frozen, parts) | own
         if not wait:
             tensors = {n: t for n, t in content.items() if isinstance(t, Tensor)}
             copies, sharding.staging = staged(tensors, sharding.staging)
             content |= copies
     make_writer = partial(_Tagged, home, tag) if names_latest else partial(Writer, home / tag)
     if wait:
-        _Save(content, make_writer(), of_all(sharding.mesh.device_type)).write()
+        _Save(content, make_writer(), of_all(sharding.mesh.device_type), parts or {}).write()
         done: Future[None] = Future()
         done.set_result(None)
         return done
@@ -168,9 +169,9 @@ def load_by(
         )
         _check_objects(objects, own[CLIENT])
         check_extra(_LOAD, sharding.model, common.get("extra"), strict=strict)
-    _read(reader, targets.tensors)
+    _read(reader, targets.tensors, targets.parts())
     if targets.again:  # in all processes, or in none
-        _read(reader, targets.again)
+        _read(reader, targets.again, targets.parts_again())
     with torch.no_grad():
         targets.take()
         take_extra(sharding.model, common.get("extra", {}))
@@ -234,14 +235,18 @@ def _await_previous(op: str, sharding: Sharding) -> None:
 
 
 def _content(
-    sharding: Sharding, optimizer: torch.optim.Optimizer | None, with_frozen: bool
+    sharding: Sharding,
+    optimizer: torch.optim.Optimizer | None,
+    with_frozen: bool,
+    parts: dict[str, Callable[[], Iterable[Tensor]]] | None,
 ) -> dict[str, Any]:
-    """Return all that is saved, flat, but what `save` was given beside."""
+    """Return all that is saved, flat, but what `save` was given beside; see `state_of`."""
     model, is_first = sharding.model, dist.get_rank() == 0
     groups: list[dict[str, Any]] = []
     content: dict[str, Any] = {}
     if optimizer is not None:
-        state, groups = state_of(_SAVE, model, optimizer)  # first: it waits for the last step
+        # First: it waits for the last step.
+        state, groups = state_of(_SAVE, model, optimizer, parts)
         content |= state
     # Of buffers that differ, such as statistics, DCP would take some from each process.
     content |= tensors_of(_SAVE, model, with_buffers=is_first, with_frozen=with_frozen)
@@ -274,7 +279,7 @@ def _encoded(name: str, value: object) -> dict[str, Any]:
         raise type(error)(f"{_SAVE}: {error}") from None
 
 
-class _Planner(DefaultSavePlanner):
+class _Planner(SavesParts):
     def transform_object(self, write_item: WriteItem, object: Any) -> Any:
         """Return what is encoded already as it is."""
         return (
@@ -289,12 +294,19 @@ class _Save:
         content: of this process.
         writer: of the checkpoint.
         exchange: with the other processes.
+        parts: of the content that is on meta.
     """
 
-    def __init__(self, content: dict[str, Any], writer: Writer, exchange: Exchange) -> None:
+    def __init__(
+        self,
+        content: dict[str, Any],
+        writer: Writer,
+        exchange: Exchange,
+        parts: Mapping[str, Callable[[], Iterable[Tensor]]] = MappingProxyType({}),
+    ) -> None:
         self._exchange = exchange
         self._writer = writer
-        self._planner = _Planner(flatten_state_dict=False, flatten_sharded_tensors=False)
+        self._planner = _Planner(parts)
         self._planner.set_up_planner(content, self._writer.storage_meta(), exchange.rank == 0)
         self._plan = self._planner.create_local_plan()
         self._metadata: Metadata | None = None
@@ -331,10 +343,9 @@ def _check_processes(metadata: Metadata, processes: int) -> None:
             raise RuntimeError(f"{_SAVE}: no process has given {name!r}, expected one of each")
 
 
-def _read(reader: Reader, tensors: dict[str, Any]) -> None:
-    planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+def _read(reader: Reader, tensors: dict[str, Any], parts: Sequence[Part]) -> None:
     try:
-        dcp_load(tensors, storage_reader=reader, planner=planner)
+        dcp_load(tensors, storage_reader=reader, planner=InParts(parts))
     except CheckpointException as error:
         raise _of_failures(error) from error
 

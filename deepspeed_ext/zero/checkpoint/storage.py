@@ -4,18 +4,20 @@ import contextlib
 import errno
 import fcntl
 import io
+import itertools
 import os
 import pickle
 import re
 import secrets
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import (
     Metadata,
     MetadataIndex,
@@ -116,8 +118,14 @@ class Writer(StorageWriter):
         pieces: dict[str, Piece] = {}
         if tensors:
             path = os.fspath(self._path / str(plan.storage_data))
+            made = planner.parts if isinstance(planner, SavesParts) else {}
+
+            def read(name: str) -> Iterable[Tensor]:
+                parts = made.get(items[name].index.fqn)
+                return [tensors[name]] if parts is None else parts()
+
             with AsyncIO() as engine:
-                pieces = data_file.write(path, tensors, engine)
+                pieces = data_file.write(path, tensors, engine, read if made else None)
         done: Future[list[WriteResult]] = Future()
         done.set_result(
             [WriteResult(item.index, pieces[n].nbytes, pieces[n]) for n, item in items.items()]
@@ -177,6 +185,61 @@ class Writer(StorageWriter):
         return StorageMeta(checkpoint_id=self._path, save_id=self._save_id)
 
 
+class SavesParts(DefaultSavePlanner):
+    """A planner some of whose tensors are on meta, and made when they are written.
+
+    Args:
+        parts: return such a tensor in parts that follow one another, by its name.
+    """
+
+    def __init__(self, parts: Mapping[str, Callable[[], Iterable[Tensor]]]) -> None:
+        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+        self.parts = parts
+
+
+class Part(NamedTuple):
+    """Tensors that are read together.
+
+    Attributes:
+        names: of them.
+        buffers: those that have memory only from when they are read until they are taken.
+        take: called when all are there; lets the memory go.
+    """
+
+    names: Sequence[str]
+    buffers: Sequence[Tensor]
+    take: Callable[[], None]
+
+
+class InParts(DefaultLoadPlanner):
+    """A planner whose tensors are read part by part, and taken from where they were read to.
+
+    Args:
+        parts: of them; all others come first.
+    """
+
+    def __init__(self, parts: Iterable[Part]) -> None:
+        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+        self._parts = list(parts)
+
+    def in_parts(self, items: Sequence[ReadItem]) -> Iterator[list[ReadItem]]:
+        """Yield what is to be read at once; what is there is taken before the next one."""
+        by_name: dict[str, list[ReadItem]] = {}
+        for item in items:
+            by_name.setdefault(item.dest_index.fqn, []).append(item)
+        later = {name for part in self._parts for name in part.names}
+        sizes = [[b.untyped_storage().nbytes() for b in part.buffers] for part in self._parts]
+        for part in self._parts:
+            for buffer in part.buffers:  # nobody has written to one yet
+                buffer.untyped_storage().resize_(0)
+        yield [item for item in items if item.dest_index.fqn not in later]
+        for part, nbytes in zip(self._parts, sizes, strict=True):
+            for buffer, size in zip(part.buffers, nbytes, strict=True):
+                buffer.untyped_storage().resize_(size)
+            yield [item for name in part.names for item in by_name.get(name, ())]
+            part.take()
+
+
 class Reader(StorageReader):
     """Load by DCP what `Writer` saved: each process reads its own rows, and checks what it reads.
 
@@ -230,15 +293,17 @@ class Reader(StorageReader):
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Read what this process wants."""
         tensors = [item for item in plan.items if item.type != LoadItemType.BYTE_IO]
-        targets = [planner.resolve_tensor(item).detach() for item in tensors]
+        parts = planner.in_parts(tensors) if isinstance(planner, InParts) else [tensors]
         with AsyncIO(threads=2) as engine:
-            wanted = (self._wanted(item, t) for item, t in zip(tensors, targets, strict=True))
-            read(os.fspath(self._path), wanted, engine)
+            for part in parts:
+                targets = [planner.resolve_tensor(item).detach() for item in part]
+                both = list(zip(part, targets, strict=True))
+                read(os.fspath(self._path), itertools.starmap(self._wanted, both), engine)
+                for item, target in both:
+                    planner.commit_tensor(item, target)
             for item in plan.items:
                 if item.type == LoadItemType.BYTE_IO:
                     planner.load_bytes(item, self._value(item))
-        for item, target in zip(tensors, targets, strict=True):
-            planner.commit_tensor(item, target)
         done: Future[None] = Future()
         done.set_result(None)
         return done

@@ -1,7 +1,8 @@
 """Model and optimizer as flat state dicts, by names that say nothing of processes or wrappers."""
 
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -10,13 +11,15 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, Tenso
 
 from deepspeed_ext.dtensors import is_dtensor, local, spread
 from deepspeed_ext.offload import OffloadOptimizer
+from deepspeed_ext.offload.state_intake import StateIntake
 from deepspeed_ext.ops.optimizers.state_formats import join_float32
 from deepspeed_ext.optim.base import FlatStateOptimizer
+from deepspeed_ext.optim.buckets import is_same_memory
 from deepspeed_ext.optim.checks import title_of_state
 from deepspeed_ext.optim.foreign_state import refused_by_torch
 from deepspeed_ext.optim.formats import MASTER, REMAINDER
 from deepspeed_ext.torch_internals.modules import copy_metadata
-from deepspeed_ext.zero.checkpoint.storage import Reader
+from deepspeed_ext.zero.checkpoint.storage import Part, Reader
 from deepspeed_ext.zero.names import by_plain_name, plain_name
 
 _log = logging.getLogger("deepspeed_ext")
@@ -125,15 +128,28 @@ def _detached(tensor: Tensor) -> Tensor:
 
 
 def state_of(
-    op: str, model: nn.Module, optimizer: torch.optim.Optimizer
+    op: str,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    parts: dict[str, Callable[[], Iterable[Tensor]]] | None = None,
 ) -> tuple[dict[str, Tensor], list[Group]]:
     """Return the state tensors of an optimizer by name, and its groups with names for parameters.
+
+    Args:
+        op: for the texts of errors.
+        model: that has the parameters.
+        optimizer: whose state it is.
+        parts: gets what makes tensors part by part, which are on meta then; None: all are made now.
 
     Raises:
         ValueError: it has a parameter that the model has not.
         TypeError: it has state that is no tensor.
     """
-    packed = optimizer.state_dict()
+    made: Mapping[tuple[int, str], Callable[[], Iterable[Tensor]]] = {}
+    if parts is not None and type(optimizer) is OffloadOptimizer:
+        packed, made = optimizer.state_dict_in_parts()
+    else:
+        packed = optimizer.state_dict()
     names = names_in(op, model, optimizer)
     flat = [name for group in names for name in group]
     tensors = {}
@@ -144,7 +160,10 @@ def state_of(
                     f"{op}: state {key!r} of {flat[number]!r} is a {type(value).__name__}, expected"
                     " a tensor"
                 )
-            tensors[f"{OPTIMIZER}{flat[number]}.{key}"] = value.detach()
+            full = f"{OPTIMIZER}{flat[number]}.{key}"
+            tensors[full] = value.detach()
+            if parts is not None and (number, key) in made:
+                parts[full] = made[number, key]
     pairs = zip(packed["param_groups"], names, strict=True)
     return tensors, [{**group, "params": inside} for group, inside in pairs]
 
@@ -220,6 +239,8 @@ class Targets:
         tensors = tensors_of(op, model)
         self.tensors = {name: tensor for name, tensor in tensors.items() if name in self._saved}
         self._optimizer = optimizer
+        self._intake: StateIntake | None = None
+        self._untaken: dict[str, int] = {}  # parameters whose state is taken one by one
         self._params = by_plain_name(op, dict(model.named_parameters()))
         self.again: dict[str, Tensor] = {}
         self._join: list[tuple[Tensor, Tensor, Tensor]] = []
@@ -242,14 +263,73 @@ class Targets:
         }
         _check_given(op, optimizer, entries, self._groups)
         self._own = _state_in_place(optimizer, [self._params[name] for name in keys])
+        if isinstance(optimizer, OffloadOptimizer):
+            self._intake = optimizer.state_intake()
         self._state = {
             number: self._entry(name, keys[name])
             for number, name in enumerate(flat)
             if name in keys
         }
+        if self._intake is not None:
+            numbers = {name: number for number, name in enumerate(flat) if name in keys}
+            names_of: dict[Tensor, str] = {self._params[name]: name for name in numbers}
+            ordered = self._intake.ordered(names_of)
+            self._untaken = {names_of[param]: numbers[names_of[param]] for param in ordered}
+
+    def parts(self) -> list[Part]:
+        """Return what of `tensors` is to be there together, and is taken then."""
+        return [
+            Part(
+                [f"{OPTIMIZER}{name}.{key}" for key in self._state[number]],
+                [] if MODEL + name in self.again else self._buffers_of(name),
+                partial(self._take_state, name),
+            )
+            for name, number in self._untaken.items()
+        ]
+
+    def parts_again(self) -> list[Part]:
+        """Return the same of `again`."""
+        return [
+            Part([MODEL + name], [], partial(self._take_state, name, has_all=True))
+            for name in self._untaken
+            if MODEL + name in self.again
+        ]
+
+    def _buffers_of(self, name: str) -> list[Tensor]:
+        """Return what the state of a parameter is read to that is not where it is to be."""
+        entry, own = self._state[self._untaken[name]], self._own[self._params[name]]
+        return [
+            local(value)
+            for key, value in entry.items()
+            if key not in own or not is_same_memory(value, local(own[key]))
+        ]
+
+    def _take_state(self, name: str, *, has_all: bool = False) -> None:
+        """Let an optimizer have the state of a parameter, of which all was read.
+
+        What was not read to where it is to be, in memory, is there no longer than that takes.
+        """
+        number, param = self._untaken[name], self._params[name]
+        entry = self._state[number]
+        assert self._intake is not None
+        if MODEL + name in self.again and not has_all:
+            self._intake.take(param, self._own[param])  # more of it is read again
+            return
+        taken = self._intake.take(param, entry)
+        del self._untaken[name]
+        # Of what it has made others of, nothing is left.
+        kept = {k: v for k, v in entry.items() if k not in (*taken, MASTER, REMAINDER)}
+        self._state[number] = {**kept, **taken}
+        for key in entry.keys() - kept.keys():
+            if key not in taken or not is_same_memory(entry[key], local(taken[key])):
+                local(entry[key]).untyped_storage().resize_(0)
 
     def take(self) -> None:
         """Put what was read to where it belongs."""
+        if self._intake is not None:
+            for name in list(self._untaken):
+                self._take_state(name, has_all=True)
+            self._intake.finish()
         for weight, upper, lower in self._join:
             weight.copy_(join_float32(local(upper), local(lower).to(torch.int16)))
         if self._optimizer is not None:
