@@ -177,6 +177,24 @@ def test_a_change_while_a_piece_is_still_to_be_written(change, disk, tmp_path):
         pair.backward()
 
 
+def test_state_that_was_looked_at_and_is_still_to_be_written(disk, tmp_path):
+    """What is shown of it is not what the next step begins with."""
+    pair = on_disk(tmp_path, params=[few()[3]])  # of fewer pieces than there are slabs
+    for _ in range(2):
+        pair.backward()
+        pair.step()
+        pair.check()
+        disk.hold()
+        pair.backward()
+        pair.step()
+        assert 0 < disk.held < SLABS
+        disk.stop_holding()
+        pair.backward()
+        pair.step()
+        assert_same_bits(pair.params, pair.twins)
+        pair.check()
+
+
 # A full disk
 
 

@@ -233,6 +233,8 @@ class Ring:
 
     def _read(self, place: Place) -> _Read:
         state, k = place
+        while self._is_written_now(place):
+            self._collect_one()
         slab = self._slabs().pop()
         record = slab[: state.shape.nbytes]
         try:
