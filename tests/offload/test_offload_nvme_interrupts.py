@@ -2,7 +2,6 @@
 
 import copy
 import dis
-import faulthandler
 import gc
 import os
 import random
@@ -14,8 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 import warm_python
-from disks import PIECES, SLABS, few, on_disk
-from disks import disk as disk
+from disks import PIECES, SLABS, disk as disk, few, on_disk
 from optim_cases import BF16, assert_same_bits
 from test_offload_faults import FORK, in_child
 from torch.utils.data import DataLoader
