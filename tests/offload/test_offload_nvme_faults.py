@@ -195,6 +195,20 @@ def test_state_that_was_looked_at_and_is_still_to_be_written(disk, tmp_path):
         pair.check()
 
 
+def test_state_that_is_written_before_the_first_step(tmp_path):
+    """After it was loaded, when no step has made the buckets that take note of that."""
+    first, second = warm(tmp_path), on_disk(tmp_path)
+    for ours, other in zip(second.both(), first.both(), strict=True):
+        ours[0].load_state_dict(other[0].state_dict())
+    for optimizer, params in second.both():
+        optimizer.state[params[0]]["exp_avg"].fill_(0.5)
+    for _ in range(2):
+        second.backward()
+        second.step()
+        assert_same_bits(second.params, second.twins)
+    second.check()
+
+
 # A full disk
 
 

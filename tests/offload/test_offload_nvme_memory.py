@@ -144,7 +144,7 @@ def train(optimizer, params, steps):
 @pytest.mark.long
 @pytest.mark.parametrize("free_grads", [False, True])
 def test_2000_steps_take_no_more_than_200(free_grads, tmp_path):
-    params = few(dtype=BF16)
+    params = few(dtype=BF16)[1:]
     optimizer = on_disk(
         tmp_path, params=params, free_grads=free_grads, master="float32", max_grad_norm=1.0
     ).ours
