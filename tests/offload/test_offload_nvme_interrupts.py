@@ -14,12 +14,14 @@ import pytest
 import torch
 import warm_python
 from disks import PIECES, SLABS, disk as disk, few, on_disk
+from offload_cases import Gate
 from optim_cases import BF16, assert_same_bits
-from test_offload_faults import FORK, in_child
+from test_offload_faults import FORK, in_child, is_in
 from torch.utils.data import DataLoader
 
 import deepspeed_ext
 from deepspeed_ext.offload.bucket import HostBucket
+from deepspeed_ext.offload.worker import Worker
 
 HELPERS = [Path(__file__).parent, Path(__file__).parents[1] / "optim"]
 SOURCES = str(Path(deepspeed_ext.__file__).parent)
@@ -124,7 +126,7 @@ def test_a_fork_in_the_middle_of_a_step(monkeypatch, tmp_path):
 # Ctrl-C
 
 
-class CtrlC:
+class Interrupt:
     """KeyboardInterrupt at one of the points where a signal is looked for, of those in our code.
 
     That is after a call, at the beginning of a function, and where a loop goes on.
@@ -200,7 +202,7 @@ def train_interrupted(pair, at):
         ours.synchronize()
         ours.state_dict()
 
-    ctrl_c = CtrlC(at)
+    ctrl_c = Interrupt(at)
     ctrl_c.during(step)
     ours.zero_grad()
     pair.plain.zero_grad()
@@ -256,6 +258,65 @@ def test_ctrl_c_at_many_points(name, tmp_path):
         "half": {"nvme_fraction": 0.5, "memory_budget": 6 << 20},
     }
     interrupt(tmp_path, 200, **options[name])
+
+
+class Signals:
+    """SIGINT for this thread while it waits for the worker, so many times."""
+
+    def __init__(self, gate, times):
+        self._gate, self._left, self._thread = gate, times, threading.get_ident()
+
+    def __enter__(self):
+        self._before = signal.signal(signal.SIGINT, self._arrive)
+        self._sender = threading.Thread(target=self._send)
+        self._sender.start()
+
+    def __exit__(self, *_):
+        self._sender.join()
+        signal.signal(signal.SIGINT, self._before)
+
+    def _arrive(self, *_):
+        if self._left:
+            self._left -= 1
+            raise KeyboardInterrupt
+
+    def _send(self):
+        """Send it again and again: one that comes right before a wait begins does not end it."""
+        self._gate.await_thread()
+        while self._left:
+            if is_in(sys._current_frames()[self._thread], Worker.wait.__code__):
+                signal.pthread_kill(self._thread, signal.SIGINT)
+            threading.Event().wait(0.01)
+        self._gate.open()
+
+
+def test_ctrl_c_while_a_step_is_waited_for(monkeypatch, tmp_path):
+    """It reads gradients, which are the user's again after that: so it is over first."""
+    pair = warm(tmp_path)
+    pair.backward()
+    pair.give()
+    gate = Gate(monkeypatch, "_step_part")
+    with Signals(gate, times=1), pytest.raises(KeyboardInterrupt):
+        pair.ours.step()
+    for param in pair.params:
+        param.grad.zero_()
+    pair.plain.step()
+    pair.zero_grad()
+    for _ in range(2):
+        pair.check()
+        pair.backward()
+        pair.step()
+
+
+def test_ctrl_c_again_breaks_off_the_step(monkeypatch, tmp_path):
+    pair = warm(tmp_path)
+    pair.backward()
+    gate = Gate(monkeypatch, "_step_part")
+    with Signals(gate, times=2), pytest.raises(KeyboardInterrupt):
+        pair.ours.step()
+    for call in (pair.ours.step, pair.ours.state_dict, pair.ours.close):
+        with pytest.raises(RuntimeError, match="a step was broken off by KeyboardInterrupt, exp"):
+            call()
 
 
 # The end
