@@ -2,20 +2,25 @@
 
 A step reads all state and writes all state. Nobody is faster than the slower of the step in host
 memory and of a loop that reads and writes as many bytes at the same time, at the best of some
-depths and sizes. All take turns in one process.
+depths and sizes. A commit writes the weights, beside which stands a loop that writes as many bytes.
+All take turns in one process. With --layers whole steps of a model are taken, some in a row, as the
+first pieces are read while backward runs, and the last ones written during the next forward.
 """
 
 import argparse
 import tempfile
+from collections import deque
 from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
 
 import torch
+from torch import nn
 from torch.nn import Parameter
 from tqdm import tqdm
 
 from benchmarks.harness import Contender, measure
+from benchmarks.offload_model import Size, make_data, make_model
 from benchmarks.results import Result, add_option, introduced, keep, show
 from deepspeed_ext.io import AsyncIO, File, PinnedBuffer
 from deepspeed_ext.offload import OffloadOptimizer, estimate
@@ -26,6 +31,8 @@ FORMATS = {
     "float32": {"dtype": torch.float32},
     "compact": {"dtype": torch.bfloat16, "state_dtype": torch.uint8, "master": "remainder"},
 }
+Whole = Callable[[OffloadOptimizer], None]
+Loop = Callable[[AsyncIO, File, int, int, int], Callable[[], None]]
 PIECES = {"4 MiB": 4 << 20, "16 MiB": 16 << 20, "64 MiB": 64 << 20}
 
 
@@ -51,6 +58,23 @@ def loop(engine: AsyncIO, file: File, total: int, piece: int, depth: int) -> Cal
     return run
 
 
+def writes(engine: AsyncIO, file: File, total: int, piece: int, depth: int) -> Callable[[], None]:
+    """Return what writes the beginning of a file, some pieces at a time."""
+    slabs = [PinnedBuffer(piece).tensor() for _ in range(depth)]
+
+    def run() -> None:
+        under_way = deque()
+        for i, at in enumerate(range(0, total, piece)):
+            if len(under_way) == depth:
+                under_way.popleft().result()
+            part = slabs[i % depth][: min(piece, total - at)]
+            under_way.append(engine.write(part, file, at))
+        for write in under_way:
+            write.result()
+
+    return run
+
+
 def stepping(optimizer: OffloadOptimizer) -> Callable[[], None]:
     """Return a step whose state is all on disk at its end."""
 
@@ -61,11 +85,70 @@ def stepping(optimizer: OffloadOptimizer) -> Callable[[], None]:
     return run
 
 
+def whole_steps(model: nn.Module, size: Size, device: str, in_a_row: int) -> tuple[Whole, Whole]:
+    """Return what takes whole steps with an optimizer, and what takes none beside backward."""
+    tokens, targets = make_data(size, device)
+    params = list(model.parameters())
+
+    def backward() -> None:
+        for param in params:
+            param.grad = None
+        model(tokens, targets).backward()
+
+    def alone(_: OffloadOptimizer) -> None:
+        for _ in range(in_a_row):
+            backward()
+
+    def steps(optimizer: OffloadOptimizer) -> None:
+        for _ in range(in_a_row):
+            backward()
+            optimizer.step()
+        optimizer._pipeline.finish_disk()
+
+    return steps, alone
+
+
+def flat_params(elements: int, dtype: torch.dtype, device: str) -> list[Parameter]:
+    """Return parameters with gradients."""
+    size = elements // TENSORS // 4096 * 4096
+    params = [Parameter(torch.zeros(size, dtype=dtype, device=device)) for _ in range(TENSORS)]
+    for param in params:
+        param.grad = torch.full_like(param, 1e-3)
+    return params
+
+
+class Disk:
+    """Loops that only read and write, in a file of their own."""
+
+    def __init__(self, path: str, nbytes: int, budget: int, stack: ExitStack) -> None:
+        self._engine, self._budget = stack.enter_context(AsyncIO()), budget
+        self._file = File.scratch(path)
+        stack.callback(self._file.close)
+        self._file.allocate(0, nbytes)
+
+    def contenders(self, kind: str, made: Loop, nbytes: int, times: int = 1) -> list[Contender]:
+        """Return one for each size of pieces."""
+        found = []
+        for name, piece in PIECES.items():
+            depth = max(4, min(16, self._budget // piece))
+            run = made(self._engine, self._file, nbytes, piece, depth)
+            found.append(Contender(f"{kind} of {name}", partial(_repeat, run, times)))
+        return found
+
+
+def _repeat(run: Callable[[], None], times: int) -> None:
+    for _ in range(times):
+        run()
+
+
 def main() -> None:
     """Print how long steps and their bounds took."""
     parser = argparse.ArgumentParser(description=__doc__)
     add_option(parser)
     parser.add_argument("--elements", type=float, default=1e8, help="of all parameters")
+    parser.add_argument("--layers", type=int, help="whole steps of a model of so many layers")
+    parser.add_argument("--width", type=int, default=2560, help="of these")
+    parser.add_argument("--in-a-row", type=int, default=4, help="steps of these")
     parser.add_argument("--format", choices=FORMATS, default="float32")
     parser.add_argument("--device", default="cpu", help="of the parameters")
     parser.add_argument("--share", type=float, default=8, help="state is so many times the budget")
@@ -75,38 +158,50 @@ def main() -> None:
     described = introduced(options.device)
     kwargs = dict(FORMATS[options.format])
     dtype = kwargs.pop("dtype")
-    size = int(options.elements) // TENSORS // 4096 * 4096
-    params = [
-        Parameter(torch.zeros(size, dtype=dtype, device=options.device)) for _ in range(TENSORS)
-    ]
-    for param in params:
-        param.grad = torch.full_like(param, 1e-3)
-    state = sum(
-        estimate(
-            params, nvme_fraction=1.0, device="nvme", memory_budget="64GiB", **kwargs
-        ).disk.values()
-    )
+    model = None
+    if options.layers is None:
+        params = flat_params(int(options.elements), dtype, options.device)
+    else:
+        size = Size(layers=options.layers, width=options.width)
+        model = make_model(size, options.device, dtype)
+        params = list(model.parameters())
+    where = {"device": "nvme", "nvme_fraction": 1.0}
+    state = estimate(params, **where, memory_budget="64GiB", **kwargs).disk_bytes
+    budget = int(state / options.share)
     with ExitStack() as stack:
+        folder = stack.enter_context(tempfile.TemporaryDirectory(dir=options.path))
+        where |= {"nvme_path": folder, "memory_budget": budget}
         made = partial(OffloadOptimizer, params, DeepSpeedCPUAdam, lr=1e-6, **kwargs)
-        where = {"device": "nvme", "nvme_path": options.path, "nvme_fraction": 1.0}
-        budget = int(state / options.share)
-        on_disk = stack.enter_context(made(**where, memory_budget=budget))
-        in_memory = stack.enter_context(made())
-        engine = stack.enter_context(AsyncIO())
-        file = File.scratch(str(options.path))
-        stack.callback(file.close)
-        file.allocate(0, state)
-        contenders = [
-            Contender("on disk", stepping(on_disk)),
-            Contender("in memory", in_memory.step),
-        ]
-        for name, piece in PIECES.items():
-            depth = max(4, min(16, budget // piece))
-            contenders.append(Contender(f"loop of {name}", loop(engine, file, state, piece, depth)))
+        disk = Disk(folder, state, budget, stack)
+        times = 1 if model is None else options.in_a_row
+        if model is not None:
+            on_disk = stack.enter_context(made(model=model, **where))
+            steps, alone = whole_steps(model, size, options.device, times)
+            contenders = [
+                Contender("steps", partial(steps, on_disk)),
+                Contender("backwards", partial(alone, on_disk)),
+            ]
+        else:
+            on_disk = stack.enter_context(made(**where))
+            durable = stack.enter_context(made(**where, durable=True))
+            durable.step()
+            durable.commit()
+            committed = durable.stats()["bytes_committed"]
+            contenders = [
+                Contender("on disk", stepping(on_disk)),
+                Contender("durable", stepping(durable)),
+                Contender("in memory", stack.enter_context(made()).step),
+                Contender("commit", durable.commit),
+                *disk.contenders("writes", writes, committed),
+            ]
+        contenders += disk.contenders("loop", loop, state, times)
         with tqdm(total=options.rounds) as progress:
             timings = measure(contenders, options.device, options.rounds, progress)
         work = f"{options.format}, {state / 2**30:.2f} GiB of state, {budget >> 20} MiB"
-        result = Result(work, torch.get_num_threads(), size * TENSORS, 2 * state, timings)
+        if model is None:
+            work += f", {committed / 2**30:.2f} GiB in a commit"
+        elements = sum(param.numel() for param in params)
+        result = Result(work, torch.get_num_threads(), elements, 2 * state * times, timings)
         show(result)
         print(
             {

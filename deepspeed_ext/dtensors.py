@@ -5,6 +5,7 @@ has. Nothing here imports torch.distributed.tensor before there is a DTensor.
 """
 
 import itertools
+import math
 import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
@@ -163,6 +164,35 @@ def sum_over_meshes(values: Tensor, tensors: Sequence[Tensor]) -> Tensor:
     return values
 
 
+def least_over_meshes(value: int, tensors: Sequence[Tensor]) -> int:
+    """Return the least of what all processes say that hold some of these tensors.
+
+    All of them call it with the same tensors in the same order.
+
+    Args:
+        value: of this process.
+        tensors: DTensors, whose meshes count; plain tensors change nothing.
+    """
+    found = torch.tensor(value, device="cpu")
+    for mesh in dict.fromkeys(tensor.device_mesh for tensor in tensors if is_dtensor(tensor)):
+        if mesh.get_coordinate() is not None:  # else this process holds no part
+            for dimension in range(mesh.ndim):
+                found = _all_reduce(found, mesh, dimension, torch.distributed.ReduceOp.MIN)
+    return int(found)
+
+
+def largest_part(param: Tensor) -> int:
+    """Return how many elements the largest part of a parameter has, in whichever process."""
+    if not is_dtensor(param):
+        return param.numel()
+    shape = list(param.shape)
+    for dimension, placement in enumerate(param.placements):
+        if placement.is_shard():
+            sharded: Any = placement
+            shape[sharded.dim] = -(-shape[sharded.dim] // param.device_mesh.size(dimension))
+    return math.prod(shape)
+
+
 def all_zero(tensors: Sequence[Tensor]) -> bool:
     """Return whether there are only zeros, in any process that holds a part of these DTensors.
 
@@ -233,12 +263,17 @@ def _runs(rows: list[int]) -> list[tuple[int, int]]:
     return [(run[0], run[-1] + 1) for run in ranges]
 
 
-def _all_reduce(values: Tensor, mesh: "DeviceMesh", dimension: int) -> Tensor:
-    """Sum over one mesh dimension, where the values are if its group can do that there."""
+def _all_reduce(values: Tensor, mesh: "DeviceMesh", dimension: int, how: Any = None) -> Tensor:
+    """Sum over one mesh dimension, where the values are if its group can do that there.
+
+    Args:
+        how: another operation of torch.distributed than the sum.
+    """
     group = mesh.get_group(dimension)
     where = values.device
     backends = torch.distributed.get_backend_config(group)  # such as "cpu:gloo,cuda:nccl"
     if where.type not in [item.partition(":")[0] for item in backends.split(",")]:
         values = values.to(mesh.device_type)
-    torch.distributed.all_reduce(values, group=group)
+    op = torch.distributed.ReduceOp.SUM if how is None else how
+    torch.distributed.all_reduce(values, op, group)
     return values.to(where)

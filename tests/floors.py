@@ -72,19 +72,25 @@ ROOMS = {  # inside of a package, likewise; its __init__ may import all
     "optim/schedules": (("arguments",), ("base",), ("one_cycle", "range_test", "warmup")),
     "offload": (
         ("arriving", "copies", "hooks", "host_optimizer", "sent_gradients", "host_tensors"),
+        ("copying", "memory"),
         ("seals", "worker"),
         ("host_gradients",),
         ("param_table",),
-        ("gradient_sources",),
+        ("changes", "gradient_sources"),
         ("bucket",),
         ("bucket_states", "verdict"),
         ("tiers",),
         ("pipeline",),
-        ("memory_estimate",),
+        ("disk", "memory_estimate", "state_of_params"),
         ("optimizer",),
         ("timeline",),
     ),
-    "offload/tiers": (("disk_state",), ("ring", "room"), ("nvme",)),
+    "offload/tiers": (
+        ("records",),
+        ("disk_state", "stream"),
+        ("contents", "ring", "room"),
+        ("commits", "nvme"),
+    ),
     "zero": (
         (
             *("agreement", "all_processes", "blocks", "borrowing", "calls", "counters", "memory"),

@@ -15,6 +15,8 @@ namespace dsx::aio {
 namespace {
 
 constexpr int kRights = PROT_READ | PROT_WRITE;
+// Most of it is never written to: the kernel need not have memory for all of it.
+constexpr int kZeros = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE;
 
 size_t whole_pages(size_t bytes) {
   const auto page = static_cast<size_t>(page_size());
@@ -24,13 +26,19 @@ size_t whole_pages(size_t bytes) {
 }  // namespace
 
 FileMap::FileMap(size_t bytes) : bytes_(bytes), mapped_(whole_pages(bytes > 0 ? bytes : 1)) {
-  // Most of it is never written to: the kernel need not have memory for all of it.
-  void* found = mmap(nullptr, mapped_, kRights, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  void* found = mmap(nullptr, mapped_, kRights, kZeros, -1, 0);
   if (found == MAP_FAILED) throw std::bad_alloc();
   address_ = static_cast<char*>(found);
 }
 
 FileMap::~FileMap() { munmap(address_, mapped_); }
+
+void FileMap::hide() {
+  if (mmap(address_, mapped_, kRights, kZeros | MAP_FIXED, -1, 0) == MAP_FAILED) {
+    const int code = errno;
+    throw IoError(code, "FileMap: a file is shown still: " + message_of(code));
+  }
+}
 
 void FileMap::show(size_t begin, size_t bytes, int file, int64_t offset) {
   const auto page = static_cast<size_t>(page_size());

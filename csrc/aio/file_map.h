@@ -24,6 +24,9 @@ class FileMap {
   // a page; the part ends with a page of the map, or with the map. Throws IoError.
   void show(size_t begin, size_t bytes, int file, int64_t offset);
 
+  // Shows zeros everywhere from now on, and drops what was written. Throws IoError.
+  void hide();
+
  private:
   char* address_;
   size_t bytes_;

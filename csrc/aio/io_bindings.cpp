@@ -301,7 +301,8 @@ void bind_file_map(py::module_& module) {
     if (begin < 0 || bytes < 0) throw py::value_error("FileMap: a part is negative");
     self.show(static_cast<size_t>(begin), static_cast<size_t>(bytes), file.open()->buffered(),
               offset);
-  }, py::arg("begin"), py::arg("nbytes"), py::arg("file"), py::arg("offset"));
+  }, py::arg("begin"), py::arg("nbytes"), py::arg("file"), py::arg("offset"))
+      .def("hide", &FileMap::hide);
 }
 
 void bind_engine(py::module_& module) {

@@ -126,3 +126,14 @@ def _has_own_call(module: torch.nn.Module) -> bool:
     """Return whether hooks of the modules in this one are compiled, or not called at all."""
     compiled = is_compiled(module) or is_compiled_in_place(module)
     return compiled or isinstance(module, torch.jit.ScriptModule)
+
+
+def is_final_in_hook(param: Tensor, free_grads: bool) -> bool:
+    """Return whether a gradient is final when its hook fires: DDP writes to it after that.
+
+    What is written to one that has left is lost, so with free_grads none of those leaves early.
+    """
+    alone = not torch.distributed.is_available() or not torch.distributed.is_initialized()
+    if alone or is_dtensor(param):
+        return True
+    return not free_grads and torch.distributed.get_world_size() == 1

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -34,10 +35,19 @@ class HostOptimizer(FlatStateOptimizer):
         plans = self._plans.current(self)
         return [(group, bucket) for group, plan in enumerate(plans) for bucket in plan.buckets]
 
+    def params(self) -> list[Tensor]:
+        """Return what is in groups, in its order."""
+        return [param for group in self.param_groups for param in group["params"]]
+
     def give_state(self, params: Sequence[Tensor]) -> None:
         """See FlatStateOptimizer.give_state."""
         self._settle_old()
         super().give_state(params)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """See FlatStateOptimizer.load_state_dict."""
+        self.settle()
+        super().load_state_dict(state_dict)
 
     def _settle_old(self) -> None:
         """Let who has state elsewhere bring it together, if plans are about to be made anew."""

@@ -12,11 +12,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from deepspeed_ext.dtensors import is_dtensor, local, spread
+from deepspeed_ext.dtensors import is_dtensor, least_over_meshes, local, spread
 from deepspeed_ext.offload.host_optimizer import HostOptimizer, offloaded
 from deepspeed_ext.offload.host_tensors import host_bytes
+from deepspeed_ext.offload.memory import Memory
 from deepspeed_ext.offload.param_table import ParamTable
-from deepspeed_ext.offload.pipeline import Memory
 from deepspeed_ext.offload.tiers.disk_state import shape_of
 from deepspeed_ext.offload.tiers.room import (
     RingRoom,
@@ -35,6 +35,8 @@ from deepspeed_ext.processors import local_processes
 
 WEIGHTS, GRADIENTS, SUMS, SHADOW = "weights", "gradients", "sums of gradients", "steps ahead"
 RING = "ring of pieces"
+CONTENTS, NEXT = "contents of a commit", "the next commit"
+_CONTENTS = 1 << 20  # bytes, about: the file grows if it takes more
 _ADVICE = "compact state takes less: state_dtype=torch.uint8, master='remainder'"
 
 
@@ -49,12 +51,13 @@ class Estimate:
         elements: of all parameters in this process.
         gpu: bytes where the parameters are, by kind: "weights", "gradients", and the state of those
             that are stepped there by its key.
-        disk: bytes on disk, by state key.
+        disk: bytes on disk, by state key; where it is durable also of weights, the description of
+            a commit, and as much again for the next one.
         host: bytes of host memory by kind: copies of weights, gradients on their way, at the most,
             with free_grads also "sums of gradients", state by its key, and "steps ahead": the
             shadow buffers of speculative steps, which are made only while there is room.
         memory: most bytes for gradients and shadow buffers.
-        memory_budget: as it was given.
+        memory_budget: as it was given; with state on disk, else what there is for it.
         available: bytes of host memory that were to be had.
         ring: the memory by which state on disk comes and goes; None: none is there.
         on_disk: numbers of the parameters whose state is.
@@ -139,6 +142,7 @@ def estimate(
     device: str = "cpu",
     memory_budget: int | str | None = None,
     nvme_fraction: float | None = None,
+    durable: bool = False,
     free_grads: bool = False,
     gpu_fraction: float = 0.0,
     dtype: torch.dtype | None = None,
@@ -156,6 +160,7 @@ def estimate(
         device: likewise.
         memory_budget: likewise.
         nvme_fraction: likewise.
+        durable: likewise.
         free_grads: likewise.
         gpu_fraction: likewise.
         dtype: of parameters that are given by their shape; None: torch's default.
@@ -167,7 +172,7 @@ def estimate(
     """
     if not 0 <= gpu_fraction <= 1:
         raise ValueError(f"estimate: gpu_fraction is {gpu_fraction}, expected 0 to 1")
-    memory_budget = bytes_in("estimate: memory_budget", memory_budget)
+    memory_budget = budget_for(device, bytes_in("estimate: memory_budget", memory_budget))
     plan = _Plan(gpu_fraction, dtype or torch.get_default_dtype())
     given = model.parameters() if isinstance(model, nn.Module) else model
     groups = list(plan.without_memory(given))
@@ -176,12 +181,8 @@ def estimate(
     share = available // local_processes()
     ring = None
     if device == "nvme":
-        ring = plan.put_on_disk(
-            host_optimizer,
-            3 * share // 4 if memory_budget is None else memory_budget,
-            nvme_fraction,
-            free_grads,
-        )
+        assert memory_budget is not None
+        ring = plan.put_on_disk(host_optimizer, memory_budget, nvme_fraction, free_grads)
     gpu: Counter[str] = Counter({WEIGHTS: 0, GRADIENTS: 0})
     disk: Counter[str] = Counter()
     host: Counter[str] = Counter({WEIGHTS: 0, GRADIENTS: 0})
@@ -190,11 +191,12 @@ def estimate(
         host[WEIGHTS] += host_bytes([local(p) for p in params if plan.copies(p)])
     if ring is not None:
         host[RING] = ring.nbytes
-    buckets, on_disk = [], []
+    buckets, on_disk, kept = [], [], []
     for bucket in _buckets(host_optimizer, plan.table):
         if plan.keeps_on_device(bucket.params[0]):
             gpu.update(_state_bytes(bucket))
             gpu[GRADIENTS] += _weight_bytes(bucket)
+            kept.append(bucket)
         elif ring is not None and plan.is_on_disk(bucket.params[0]):
             disk.update(_disk_bytes(bucket, ring))
             host[STEP] += bucket.buffers[STEP][0].nbytes
@@ -203,12 +205,14 @@ def estimate(
         else:
             host.update(_state_bytes(bucket))
             buckets.append(bucket)
+    if durable and ring is not None:
+        _add_commits(disk, gpu[WEIGHTS], [*kept, *buckets])
     gradients = list(map(_weight_bytes, buckets))
     largest = max(gradients, default=0)
     gpu[GRADIENTS] += largest if free_grads else sum(gradients)
     if free_grads:
         summed = [p for bucket in (*buckets, *on_disk) for p in bucket.params]
-        host[SUMS] = sum(map(gradient_bytes, summed))
+        host[SUMS] = sum(4 * local(p).numel() for p in summed)
         largest = max((local(p).nbytes for p in summed), default=0)  # each leaves by itself
     memory = _shared(sum(host.values()), largest, memory_budget, share)
     host[GRADIENTS] = largest if free_grads else min(sum(gradients), memory.gradients or 0)
@@ -225,6 +229,24 @@ def estimate(
         ring,
         plan.numbers_on_disk(),
     )
+
+
+def budget_for(device: str, memory_budget: int | None) -> int | None:
+    """Return the budget; state on disk has one in any case: a part of what there is."""
+    if device == "nvme" and memory_budget is None:
+        return 3 * (free_memory() // local_processes()) // 4
+    return memory_budget
+
+
+def common_budget(device: str, memory_budget: int | None, params: Iterable[Tensor]) -> int | None:
+    """Return the budget by which all processes choose the same parameters for the disk.
+
+    They exchange parts of what is in buckets, in one order.
+    """
+    budget = budget_for(device, memory_budget)
+    if device == "cpu" or budget is None:
+        return budget
+    return least_over_meshes(budget, list(params))
 
 
 def bytes_of(param: Tensor) -> int:
@@ -288,7 +310,8 @@ class _Plan:
         kinds = [(dtypes, param.dtype) for param, dtypes in rows]
         # Gradients of all of them are in host memory, until they are stepped.
         freed = [param for param, _ in rows if param.requires_grad and free_grads]
-        gradients = sum(map(gradient_bytes, freed)) + max(map(bytes_of, freed), default=0)
+        gradients = sum(gradient_bytes(param, is_summed=True) for param in freed)
+        gradients += max((gradient_bytes(param, is_summed=False) for param in freed), default=0)
         counts = 4 * len(rows)  # of steps
         room = ring_room("OffloadOptimizer", budget, kinds, gradients, counts)
         left = budget - room.nbytes - gradients - counts
@@ -299,7 +322,7 @@ class _Plan:
                 self.table.put_on_disk([self._made[param]])
                 continue
             left -= resident_bytes(param, dtypes)
-            left -= 0 if free_grads else local(param).nbytes  # of the gradient on its way
+            left -= 0 if free_grads else gradient_bytes(param, is_summed=False)
             most -= param.nbytes
             if left < 0 or most < 0:
                 left = most = -1
@@ -388,6 +411,15 @@ def _disk_bytes(bucket: Bucket, ring: RingRoom) -> Counter[str]:
     shape = shape_of(bucket.dtypes, ring.slab_bytes, largest + 4, bucket.elements)
     count = -(-bucket.elements // shape.elements)
     return Counter({key: count * part.nbytes for key, part in shape.parts.items()})
+
+
+def _add_commits(disk: Counter[str], weights: int, buckets: Sequence[Bucket]) -> None:
+    """Add what commits take: of weights, of state that is elsewhere, and as much once more."""
+    for bucket in buckets:
+        disk.update(_state_bytes(bucket))
+    disk[WEIGHTS] = weights
+    disk[CONTENTS] = _CONTENTS
+    disk[NEXT] = sum(disk.values())
 
 
 def _weight_bytes(bucket: Bucket) -> int:

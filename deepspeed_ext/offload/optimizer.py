@@ -1,10 +1,9 @@
 """An optimizer whose state lives, and is stepped, in host memory, while the model is elsewhere."""
 
-import copy
 import itertools
 import os
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 from typing import Any, overload
 
 import torch
@@ -14,13 +13,21 @@ from torch.optim.optimizer import ParamsT
 
 from deepspeed_ext.offload.bucket_states import OffloadedBucket
 from deepspeed_ext.offload.copies import Recorder
+from deepspeed_ext.offload.copying import copied, rebuilt
+from deepspeed_ext.offload.disk import Disk, check_nvme
 from deepspeed_ext.offload.hooks import Remove, before_forward, check_model, on_gradient
 from deepspeed_ext.offload.host_optimizer import offloaded
-from deepspeed_ext.offload.memory_estimate import bytes_of, estimate, kept_on_device
+from deepspeed_ext.offload.memory_estimate import (
+    bytes_of,
+    common_budget,
+    estimate,
+    kept_on_device,
+)
 from deepspeed_ext.offload.param_table import ParamTable, weakly
 from deepspeed_ext.offload.pipeline import Pipeline
-from deepspeed_ext.offload.tiers.ring import Ring
-from deepspeed_ext.offload.tiers.room import bytes_in, check_nvme, maker, store_for
+from deepspeed_ext.offload.state_of_params import State
+from deepspeed_ext.offload.tiers.contents import bytes_beside
+from deepspeed_ext.offload.tiers.room import bytes_in
 from deepspeed_ext.ops.optimizers.clip import checked_norm
 from deepspeed_ext.optim import DeepSpeedCPUAdam
 from deepspeed_ext.optim.base import FlatStateOptimizer
@@ -71,14 +78,20 @@ class OffloadOptimizer(torch.optim.Optimizer):
         device: where state rests: "cpu", in host memory; "nvme", on disk as far as memory_budget
             does not hold it. What is on disk is cut into pieces; step() reads each once and writes
             it once, through a ring of memory, while it steps others. Its numbers are the same.
-        nvme_path: a folder on the disk to use, for "nvme"; the file there has no name and goes with
-            the process.
+        nvme_path: a folder on the disk to use, for "nvme". The file there has no name and goes with
+            the process, unless it is durable.
         nvme_fraction: this share of the bytes of parameters, the last ones, has its state on disk,
             also where the budget would hold more; from 0 to 1.
+        durable: `commit` keeps weights, state and options in nvme_path, which must have none yet.
+            It has room for two then, and checksums. Each process has a folder of its own there.
+        resume: go on from the last commit, bit for bit, if there is one: the constructor gives
+            parameters, model, options and state what they were then. With several processes it is
+            the newest that all of them have.
         memory_budget: most bytes of host memory for weights, state, gradients and speculative
             steps, as a number or as "2GiB"; None: three quarters of what there is beside weights
             and state go to the latter two, and processes that torchrun has started on one host
-            share it evenly.
+            share it evenly. With "nvme" None is three quarters of such a share, and the least of
+            all processes counts where parameters are DTensors.
         free_grads: gradients are added up in host memory, in float32, and leave the device as soon
             as they are there. `p.grad` is a placeholder without memory then, until step(): who
             drops it or writes zeros does so to the sum, who reads it, as torch's clip_grad_norm_
@@ -118,6 +131,8 @@ class OffloadOptimizer(torch.optim.Optimizer):
         device: str = "cpu",
         nvme_path: str | os.PathLike[str] | None = None,
         nvme_fraction: float | None = None,
+        durable: bool = False,
+        resume: bool = False,
         memory_budget: int | str | None = None,
         free_grads: bool = False,
         gpu_fraction: float = 0.0,
@@ -138,41 +153,52 @@ class OffloadOptimizer(torch.optim.Optimizer):
             "optimizer_class": optimizer_class,
             "device": device,
             "nvme_fraction": nvme_fraction,
+            "durable": durable,
             "memory_budget": bytes_in(f"{name}: memory_budget", memory_budget),
             "free_grads": free_grads,
             "gpu_fraction": gpu_fraction,
             **kwargs,
         }
-        check_nvme(name, device, nvme_path, nvme_fraction)
-        self._settings = {"threads": threads, "nvme_path": nvme_path, **planned}
+        check_nvme(name, device, nvme_path, nvme_fraction, durable, resume)
+        # Those of a copy, which cannot have the same folder.
+        scratch = {"threads": threads, "nvme_path": nvme_path, "durable": False}
+        self._settings = {**planned, **scratch}
         self._hooks: dict[Tensor, Remove] = {}
         table = ParamTable[OffloadedBucket](share_here(threads))
         super().__init__(params, {})  # which makes groups of them
         self._bytes_to_keep = gpu_fraction * sum(map(bytes_of, self._params()))
         for group in self.param_groups:
             check_once(self, group["params"])
+        budget = common_budget(device, planned["memory_budget"], self._params())
+        planned["memory_budget"] = budget
         needs = estimate(self.param_groups, **planned)
         needs.check(name)
-        ring: Ring | None = None
-        bucket: Callable[..., Bucket] = Bucket
-        if needs.ring is not None:
-            assert nvme_path is not None
-            store = store_for(name, nvme_path, needs.disk_bytes)
-            ring = Ring(store, needs.ring.slab_bytes, needs.ring.slabs)
-            bucket = maker(table, store, needs.ring)
+        disk = None
+        if needs.ring is not None and nvme_path is not None:
             params = list(self._params())
+            beside = 2 * bytes_beside(model, params) if durable else 0
+            disk = Disk(name, nvme_path, needs.disk_bytes + beside, needs.ring, durable, resume)
             table.put_on_disk(params[i] for i in needs.on_disk)
+        self._disk = disk
+        bucket = Bucket if disk is None else disk.maker(table)
         made = offloaded(optimizer_class, weakly(table), table.share, bucket)
         host_groups = [self._host_group(group, table) for group in self.param_groups]
-        table.has_disk = ring is not None
+        table.has_disk = disk is not None
         own = self._host_optimizer = made(host_groups, **kwargs)
         self.defaults = dict(own.defaults)
+        ring = None if disk is None else disk.ring
         self._pipeline = Pipeline(own, self.param_groups, table, needs.memory, free_grads, ring)
         self._take_options()
         self._model = model
         self._waiting = [] if model is None else before_forward(model, self._pipeline.before_use)
         self._end = weakref.finalize(self, _let_go, self._pipeline, self._hooks, self._waiting)
         self._watch()
+        if disk is not None:
+            try:
+                disk.restore(self._pipeline, self.param_groups, model, self._load)
+            except BaseException:
+                self._end()
+                raise
 
     def _params(self) -> Iterable[Tensor]:
         return itertools.chain.from_iterable(group["params"] for group in self.param_groups)
@@ -290,9 +316,14 @@ class OffloadOptimizer(torch.optim.Optimizer):
             `early` buckets whose gradients left before step(), and `late` ones; speculative steps,
             `ahead`, some of them `committed`, others `discarded`; `bytes_out`
             and `bytes_back` between device and host; `step_seconds` in host memory; the number of
-            `threads` that step there, and the list of `processors` that these may run on.
+            `threads` that step there, and the list of `processors` that these may run on. With
+            state on disk, `bytes_read` and `bytes_written` by steps, `bytes_written_per_day`, and
+            `read_ahead`, the share of pieces that were there, or on their way, when they were
+            wanted; where it is durable, `bytes_committed`, which commits have written beside.
         """
-        return self._pipeline.stats()
+        commits = None if self._disk is None else self._disk.commits
+        beside = {} if commits is None else {"bytes_committed": commits.nbytes}
+        return self._pipeline.stats() | beside
 
     def _record(self, recorder: Recorder | None) -> None:
         self._pipeline.record(recorder)
@@ -372,11 +403,48 @@ class OffloadOptimizer(torch.optim.Optimizer):
         for hook in before:
             changed = hook(self, state_dict)
             state_dict = state_dict if changed is None else changed
+        self._load(state_dict)
+        for told in after:
+            told(self)
+
+    def _load(self, state_dict: dict[str, Any]) -> None:
         self._pipeline.update_copies()
         self._host_optimizer.load_state_dict(state_dict)
         self._take_options()
-        for told in after:
-            told(self)
+
+    @untraced
+    def commit(self, **extra: Any) -> None:
+        """Keep weights, state, options and `extra` of this step on the disk, as a whole.
+
+        Returns when the disk has them. It writes what is not there yet: weights, the rest of the
+        model's state dict, and state that rests in memory. Whatever happens until it returns, the
+        commit before is still there. Gradients are no part of it: it comes after step(). All
+        processes call it, as they resume from one that all have.
+
+        Args:
+            extra: numbers, text, tensors, and lists and dicts of these: what else the training goes
+                on with. `committed` has them when it resumes.
+
+        Raises:
+            RuntimeError: durable is False, or the optimizer closed; a step on disk has failed; or
+                another process could not commit.
+            TypeError: extra has an object of another kind.
+            OSError: the disk refuses. The commit before is still there, or if the very end failed,
+                this one: `committed` says which.
+        """
+        if self._disk is None:
+            raise RuntimeError(
+                f"{type(self).__name__}: commit is called with device='cpu', expected 'nvme' with"
+                " durable=True"
+            )
+        with torch.no_grad():
+            self._disk.commit(self._pipeline, self.param_groups, self._model, extra)
+
+    @property
+    def committed(self) -> dict[str, Any] | None:
+        """What was given to the last `commit`, also by the process before; None: there is none."""
+        commits = None if self._disk is None else self._disk.commits
+        return None if commits is None else commits.extra
 
     def check_given(
         self, state: Mapping[Tensor, dict[str, Any]], options: Sequence[dict[str, Any]]
@@ -402,20 +470,15 @@ class OffloadOptimizer(torch.optim.Optimizer):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "OffloadOptimizer":
         self._pipeline.finish()
-        groups = [
-            {k: v if k == "params" else copy.deepcopy(v, memo) for k, v in group.items()}
-            for group in self.param_groups
-        ]
-        for group in groups:
-            group["params"] = [copy.deepcopy(param, memo) for param in group["params"]]
-        model = copy.deepcopy(self._model, memo)
+        groups, model = copied(self.param_groups, self._model, memo)
         settings = (self.max_grad_norm, model, self._settings)
-        return _rebuilt(type(self), groups, *settings, self.state_dict())
+        made: OffloadOptimizer = rebuilt(type(self), groups, *settings, self.state_dict())
+        return made
 
     def __reduce__(self) -> tuple[Any, ...]:
         self._pipeline.finish()
         settings = (self.max_grad_norm, self._model, self._settings)
-        return _rebuilt, (type(self), self.param_groups, *settings, self.state_dict())
+        return rebuilt, (type(self), self.param_groups, *settings, self.state_dict())
 
 
 def _let_go(pipeline: Pipeline, hooks: dict[Tensor, Remove], waiting: list[Remove]) -> None:
@@ -425,49 +488,3 @@ def _let_go(pipeline: Pipeline, hooks: dict[Tensor, Remove], waiting: list[Remov
     hooks.clear()
     waiting.clear()
     pipeline.end()
-
-
-class State(MutableMapping[Tensor, Any]):
-    """The state of an offloaded optimizer by parameter: what its host copies have."""
-
-    def __init__(self, pipeline: Pipeline) -> None:
-        self._pipeline = pipeline
-        self._state, self._table = pipeline.host_optimizer.state, pipeline.table
-
-    def __getitem__(self, param: Tensor) -> Any:
-        self._pipeline.show_state(param)
-        return self._state[self._table.copy_of(param)]
-
-    def get(self, param: Tensor, default: Any = None) -> Any:
-        """Return the state of a parameter, or the default if it has none."""
-        self._pipeline.show_state(param)
-        return self._state.get(self._table.copy_of(param), default)
-
-    def __setitem__(self, param: Tensor, entry: Any) -> None:
-        self._state[self._table.copy_of(param)] = entry
-
-    def __delitem__(self, param: Tensor) -> None:
-        del self._state[self._table.copy_of(param)]
-
-    def __contains__(self, param: object) -> bool:
-        return self._table.copy_of(param) in self._state
-
-    def __iter__(self) -> Iterator[Any]:
-        return map(self._table.param_of, list(self._state))
-
-    def __len__(self) -> int:
-        return len(self._state)
-
-
-def _rebuilt(
-    cls: type[OffloadOptimizer],
-    groups: list[Group],
-    max_grad_norm: float | None,
-    model: torch.nn.Module | None,
-    settings: dict[str, Any],
-    state_dict: dict[str, Any],
-) -> OffloadOptimizer:
-    """Make an optimizer like another one, for parameters that may be copies of its."""
-    made = cls(groups, model=model, max_grad_norm=max_grad_norm, **settings)
-    made.load_state_dict(state_dict)
-    return made

@@ -1,19 +1,19 @@
 """Gradients out, steps, weights back: what is on its way, and what of it counts."""
 
-import itertools
 import threading
 import weakref
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from deepspeed_ext.dtensors import is_dtensor, local
+from deepspeed_ext.dtensors import local
 from deepspeed_ext.offload.bucket_states import BucketState, OffloadedBucket
+from deepspeed_ext.offload.changes import follow_groups, follow_params, rows_of
 from deepspeed_ext.offload.copies import CopyStreams, Event, Recorder, await_copy
 from deepspeed_ext.offload.gradient_sources import (
     DeviceGradients,
@@ -21,9 +21,11 @@ from deepspeed_ext.offload.gradient_sources import (
     SummedGradients,
     is_plain,
 )
+from deepspeed_ext.offload.hooks import is_final_in_hook
 from deepspeed_ext.offload.host_gradients import Adder
 from deepspeed_ext.offload.host_optimizer import HostOptimizer, options_of, scaling_of
-from deepspeed_ext.offload.host_tensors import host_memory, put, remake, untouched_copy
+from deepspeed_ext.offload.host_tensors import host_memory
+from deepspeed_ext.offload.memory import Memory
 from deepspeed_ext.offload.param_table import ParamTable, Row
 from deepspeed_ext.offload.tiers.disk_state import DiskState
 from deepspeed_ext.offload.tiers.nvme import NvmeBucket
@@ -35,23 +37,6 @@ from deepspeed_ext.optim.buckets import Bucket
 from deepspeed_ext.optim.clipping import Scaling
 from deepspeed_ext.optim.spec import Group
 from deepspeed_ext.torch_internals.tensors import past_torch_function
-
-
-class Memory(NamedTuple):
-    """Most bytes of host memory for this and that.
-
-    Attributes:
-        shadow: for shadow buffers, which speculative steps write to.
-        gradients: for gradients on their way; None: for all of them.
-    """
-
-    shadow: int
-    gradients: int | None = None
-
-    @property
-    def spare(self) -> int:
-        """`shadow`, by its older name."""
-        return self.shadow
 
 
 class Pipeline:
@@ -108,7 +93,7 @@ class Pipeline:
             if row is None:  # it has come into a group, and is known from the next step on
                 return
             row.hits += 1
-            if not self._is_final_in_hook(param):
+            if not is_final_in_hook(param, self._free_grads):
                 return
             bucket = row.bucket
             try:
@@ -126,16 +111,6 @@ class Pipeline:
             bucket.discard()
         elif all(row.hits == row.expected > 0 for row in bucket.rows):
             self._start_early(bucket)
-
-    def _is_final_in_hook(self, param: Tensor) -> bool:
-        """Return whether a gradient is final when its hook fires: DDP writes to it after that.
-
-        What is written to one that has left is lost, so none of those leaves early.
-        """
-        alone = not torch.distributed.is_available() or not torch.distributed.is_initialized()
-        if alone or is_dtensor(param):
-            return True
-        return not self._free_grads and torch.distributed.get_world_size() == 1
 
     def _send_away(self, row: Row[OffloadedBucket]) -> None:
         """Take a gradient from the device, and have it added to others in host memory."""
@@ -221,9 +196,8 @@ class Pipeline:
     def _prepare(self) -> None:
         for known in self.table.sums():
             known.follow()
-        self._follow_groups()
-        self._follow_params()
-        self._place()
+        self.follow()
+        self.place()
 
     def step(self, scaling: Scaling, max_norm: float | None) -> Tensor | None:
         """Queue the step of all parameters that have a gradient, and return the norm if asked for.
@@ -344,10 +318,12 @@ class Pipeline:
 
     def show_state(self, param: Tensor) -> None:
         """Take note that the user is shown the state of a parameter."""
+        if self.ring is not None:
+            self.ring.check_open()
         row = self.table.get(param)
         if row is None:
             return
-        with self._locked():
+        with self._locked(), torch.no_grad():
             if row.bucket is not None:
                 row.bucket.show_state()
             elif row.is_on_disk:  # no step was taken since it was loaded
@@ -359,8 +335,7 @@ class Pipeline:
         """Give host copies the weights that somebody else has written, in whatever way."""
         if self.ring is not None:
             self.ring.settle()
-        self._follow_groups()
-        self._follow_params()
+        self.follow()
         for bucket in self._buckets:
             bucket.discard()
             bucket.distrust()
@@ -410,11 +385,12 @@ class Pipeline:
     def end(self) -> None:
         """Finish what is queued, and end the thread: then all weights are there, for any stream."""
         self.worker.close()
-        if self.ring is not None and not self.worker.is_foreign():
-            self.ring.end()
-        if not self.worker.is_foreign():
-            for bucket in self._buckets:
-                bucket.end()
+        if self.worker.is_foreign():
+            return
+        for bucket in self._buckets:
+            bucket.end()
+        if self.ring is not None:
+            self.ring.close()
 
     def wait_for(self, buckets: Iterable[OffloadedBucket]) -> None:
         """Do this for some buckets."""
@@ -439,15 +415,10 @@ class Pipeline:
 
     # Buckets
 
-    def _follow_groups(self) -> None:
-        """Take options and parameters that have come into groups, and let go of others."""
-        for group, host_group in zip(self.groups, self.host_optimizer.param_groups, strict=True):
-            copies = self.table.copies_of(group["params"])
-            if list(map(id, copies)) != list(map(id, host_group["params"])):
-                host_group["params"] = copies
-                self.table.move_state(group["params"], self.host_optimizer.state)
-            host_group.update(options_of(group))
-        self.table.forget(self.groups, self.host_optimizer.state)
+    def follow(self) -> None:
+        """Take what has changed of groups, and of what parameters look like."""
+        follow_groups(self.groups, self.host_optimizer, self.table)
+        follow_params(self.host_optimizer, self.table)
 
     def _options(self, bucket: OffloadedBucket) -> Group | None:
         """Return the options of a step as they are now, or None if that would wait for a device."""
@@ -456,20 +427,10 @@ class Pipeline:
             return None
         return options_of(self.groups[bucket.group])
 
-    def _follow_params(self) -> None:
-        """Give new host copies to parameters that have got another device, dtype or layout."""
-        changed = [row for row in self._rows() if row.has_new_look()]
-        for row in changed:
-            if row.is_on_disk:
-                put(row.copy, local(untouched_copy(row.param)).detach())
-            else:
-                remake(row.copy, row.param, self.table.share)
-        if changed:
-            self.host_optimizer.forget_buckets()
-
-    def _place(self) -> None:
+    @torch.no_grad()
+    def place(self) -> None:
         """See that all parameters with a gradient or with state are in buckets."""
-        rows = self._rows()
+        rows = rows_of(self.host_optimizer, self.table)
         stepped = [row.copy for row in rows if row.param.grad is not None or row.has_sum]
         self.host_optimizer.give_state(stepped)
         are_there = all(bucket.is_on_device() for bucket in self._buckets)
@@ -530,11 +491,6 @@ class Pipeline:
             assert self.ring is not None
             return NvmeBucket(*given, ring=self.ring)
         return OffloadedBucket(*given)
-
-    def _rows(self) -> list[Row[OffloadedBucket]]:
-        """Return the rows of parameters that are in groups."""
-        copies = (group["params"] for group in self.host_optimizer.param_groups)
-        return list(map(self.table.of_copy, itertools.chain.from_iterable(copies)))
 
 
 def _before_state_moves(pipeline: "weakref.ref[Pipeline]") -> None:

@@ -1,5 +1,6 @@
 """Keep the state of many parameters in a few flat tensors, and find the part of each parameter."""
 
+import math
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from itertools import accumulate
 from operator import attrgetter, is_not
@@ -224,17 +225,8 @@ class Bucket:
     def views(self, i: int) -> dict[str, Tensor]:
         """Return the state of parameter i: parts of the flat buffers with its shape and strides."""
         part, offset = local(self.params[i]), int(self.offsets[i])
-        shape, strides = part.shape, part.stride()
-        views = {
-            key: buffer.as_strided((), (), i)
-            if key == STEP
-            else buffer.as_strided(shape, strides, offset)
-            for key, [buffer] in self.buffers.items()
-        }
-        for key, scales in self.scales.items():
-            begin = offset // BLOCK
-            views[key + SCALE] = scales[begin : begin + blocks_of(part.numel())]
-        return views
+        buffers = {key: buffer for key, [buffer] in self.buffers.items()}
+        return views_of(buffers, self.scales, i, offset, part.shape, part.stride())
 
     def shown(self, i: int) -> dict[str, Tensor]:
         """Return the state of parameter i as users see it: sharded as the parameter is."""
@@ -373,6 +365,36 @@ class Bucket:
         if MASTER in self.buffers:
             for i, part in enumerate(self.parts()):
                 self.views(i)[MASTER].copy_(part)
+
+
+def views_of(
+    buffers: Mapping[str, Tensor],
+    scales: Mapping[str, Tensor],
+    i: int,
+    offset: int,
+    shape: Sequence[int],
+    strides: Sequence[int],
+) -> dict[str, Tensor]:
+    """Return the state of one parameter as views of flat buffers.
+
+    Args:
+        buffers: for each state key.
+        scales: of state in 8-bit codes, for its keys.
+        i: number of the parameter in the bucket.
+        offset: where it begins, in elements.
+        shape: of what is stepped of it.
+        strides: of that.
+    """
+    views = {
+        key: buffer.as_strided((), (), buffer.storage_offset() + i)
+        if key == STEP
+        else buffer.as_strided(shape, strides, buffer.storage_offset() + offset)
+        for key, buffer in buffers.items()
+    }
+    for key, flat in scales.items():
+        begin = offset // BLOCK
+        views[key + SCALE] = flat[begin : begin + blocks_of(math.prod(shape))]
+    return views
 
 
 def follow(master: Tensor, param: Tensor) -> None:

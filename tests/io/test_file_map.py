@@ -44,6 +44,16 @@ def test_follows_what_is_put(store):
     assert (memory == 5).all()
 
 
+def test_what_is_hidden_shows_zeros_and_can_show_again(store):
+    view, memory = file_map(2 * PAGE)
+    store.show("a", view, PAGE, PAGE)
+    memory[0] = 9
+    view.hide()
+    assert not memory.any()
+    store.show("a", view, PAGE, PAGE)
+    assert memory[PAGE + 4] == 1
+
+
 def test_outlives_its_store(tmp_path):
     store = TensorStore(tmp_path)
     store.put("a", torch.full((PAGE,), 5, dtype=torch.uint8))

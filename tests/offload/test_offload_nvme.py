@@ -1,5 +1,6 @@
 """State on disk against the plain class given the same gradients: every bit after every step."""
 
+import copy
 import errno
 import gc
 import itertools
@@ -189,6 +190,16 @@ def test_state_dicts_go_from_one_to_another(device, name, on_disk):
     second.check()
 
 
+def test_state_that_is_written_after_it_was_loaded(on_disk):
+    pair = Pair(params=large("cpu"), **tier(on_disk()))
+    train(pair, 2)
+    for optimizer, params in pair.both():
+        optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+        optimizer.state[params[3]]["exp_avg"].fill_(0.5)
+    train(pair, 2)
+    pair.check()
+
+
 def test_state_outlives_its_optimizer(on_disk):
     """It shows a file, whose end must not come while somebody looks."""
     params = large("cpu")
@@ -266,7 +277,7 @@ def test_a_folder_that_is_not_there_and_a_full_disk(on_disk, tmp_path, monkeypat
     with pytest.raises(FileNotFoundError):
         OffloadOptimizer(large("cpu"), **options | {"nvme_path": tmp_path / "none"})
 
-    def full(self, nbytes):
+    def full(self, nbytes, in_parts):
         raise OSError(errno.ENOSPC, "no space left")
 
     monkeypatch.setattr(TensorStore, "reserve", full)

@@ -253,7 +253,7 @@ def test_state_moves_with_room_for_a_bucket(monkeypatch, tmp_path):
     for _ in range(2):
         pair.backward()
         pair.step()
-    store = pair.ours._pipeline.ring.store
+    store = pair.ours._pipeline.ring.records.store
     before = store.stats()["file_bytes"]
     forget_a_parameter(pair)
     pair.backward()

@@ -160,11 +160,11 @@ class Ledger:
         for job in abandoned:
             job.wait()
 
-    def reserve(self, nbytes: int) -> None:
-        """Make room for nbytes in one piece."""
+    def reserve(self, nbytes: int, in_parts: bool) -> None:
+        """Make room for nbytes in one piece, or in parts."""
         with self._lock:
             self._check_open()
-            self._space.reserve(nbytes, "reserve")
+            self._space.reserve(nbytes, "reserve", in_parts)
 
     def stats(self) -> dict[str, int]:
         """Count tensors, requests and bytes."""

@@ -74,8 +74,10 @@ class Space:
         Raises:
             OSError: ENOSPC, or what the file system says; the file is as long as before.
         """
-        missing = self._extents.missing(nbytes)
-        if missing == 0:
+        self._grow(self._extents.missing(nbytes), what, ahead=ahead)
+
+    def _grow(self, missing: int, what: str, *, ahead: bool) -> None:
+        if missing <= 0:
             return
         free = self.disk_free()
         if 0 <= free < missing:
@@ -91,9 +93,17 @@ class Space:
             code = error.errno or errno.EIO
             raise OSError(code, self._shortage(what, missing, free, code)) from error
 
-    def reserve(self, nbytes: int, what: str) -> None:
-        """Have nbytes free in one piece, and keep the file from getting shorter than it is then."""
-        self.grow(nbytes, what)
+    def reserve(self, nbytes: int, what: str, in_parts: bool = False) -> None:
+        """Have nbytes free, and keep the file from getting shorter than it is then.
+
+        Args:
+            what: opens the text of the error.
+            in_parts: they may be scattered.
+        """
+        if in_parts:
+            self._grow(nbytes - (self.end - self.used), what, ahead=False)
+        else:
+            self.grow(nbytes, what)
         self._floor = self._extents.end
 
     def release(self, slot: Slot) -> None:

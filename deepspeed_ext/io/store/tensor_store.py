@@ -241,12 +241,14 @@ class TensorStore:
         self._is_shown = True
         view.show(begin, nbytes, self._file, self._ledger.offset_of(name) + at)
 
-    def reserve(self, nbytes: int) -> None:
+    def reserve(self, nbytes: int, in_parts: bool = False) -> None:
         """Have room in the file for new tensors, so that a long job finds out before it starts.
 
         Args:
             nbytes: of all of them, each rounded up to 4096. Tensors of a durable store that will be
                 put again count twice. The file does not get shorter than it is then.
+            in_parts: the room may be scattered: enough for tensors like those that there were, not
+                for any others.
 
         Raises:
             OSError: ENOSPC: the disk has less; nothing was changed.
@@ -254,7 +256,7 @@ class TensorStore:
         self._check_writable("reserve")
         if type(nbytes) is not int or nbytes < 0:
             raise ValueError(f"TensorStore.reserve: nbytes is {nbytes!r}, expected 0 or more")
-        self._ledger.reserve(nbytes)
+        self._ledger.reserve(nbytes, in_parts)
 
     def commit(self) -> None:
         """Bring all that was put and deleted so far to the disk, as a whole.

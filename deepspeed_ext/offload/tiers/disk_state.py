@@ -1,8 +1,7 @@
 """The state of some parameters on disk: pieces of it are records of a store, shown as memory."""
 
-import itertools
 import weakref
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -10,17 +9,14 @@ import torch
 from torch import Tensor
 
 from deepspeed_ext.dtensors import local
-from deepspeed_ext.io import TensorStore
 from deepspeed_ext.io.extents import PAGE
-from deepspeed_ext.io.file_map import file_map
 from deepspeed_ext.offload.host_tensors import put
 from deepspeed_ext.offload.seals import parts_of
+from deepspeed_ext.offload.tiers.records import Records
 from deepspeed_ext.ops.optimizers.state_formats import BLOCK
 from deepspeed_ext.optim.buckets import STEP, Bucket, LookAt, Zeros, follow
 from deepspeed_ext.optim.formats import MASTER, REMAINDER, SCALE
 from deepspeed_ext.torch_internals.tensors import version_of
-
-_serials = itertools.count()
 
 
 class Part(NamedTuple):
@@ -86,6 +82,38 @@ def unit_of(dtypes: Mapping[str, torch.dtype]) -> int:
     return BLOCK * PAGE // 4 if torch.uint8 in dtypes.values() else PAGE
 
 
+class Shown:
+    """Flat memory for each part of a record, in which pieces of state are shown where they lie.
+
+    Args:
+        elements: for which there is state.
+        shape: how it is cut.
+        records: has the pieces.
+
+    Attributes:
+        flats: tensors by key, and by key with `_scale` of the scales of codes; zeros at first.
+    """
+
+    def __init__(self, elements: int, shape: Shape, records: Records) -> None:
+        self.elements, self.shape, self._records = elements, shape, records
+        self.maps, self.flats = {}, {}
+        for key, part in shape.parts.items():
+            self.maps[key], memory = records.file_map(elements // part.per * part.dtype.itemsize)
+            self.flats[key] = memory.view(part.dtype)
+
+    def elements_of(self, k: int) -> int:
+        """Return of how many elements a piece has the state."""
+        return min(self.shape.elements, self.elements - k * self.shape.elements)
+
+    def show(self, k: int, name: str) -> None:
+        """Show a piece as the record of a name has it, and drop what was written to it."""
+        for key, part in self.shape.parts.items():
+            nbytes = self.elements_of(k) // part.per * part.dtype.itemsize
+            if nbytes:
+                view, begin = self.maps[key], k * part.nbytes
+                self._records.store.show(name, view, begin, nbytes, part.begin)
+
+
 class DiskState(Bucket):
     """Parameters and their state as a Bucket has it, in flat buffers that show what is on disk.
 
@@ -94,7 +122,7 @@ class DiskState(Bucket):
 
     Args:
         owner_of: the parameter that a copy is of.
-        store: has the records.
+        records: has them.
         piece_bytes: most bytes of a piece, with weights and gradients of it.
         others: see Bucket.
 
@@ -108,7 +136,7 @@ class DiskState(Bucket):
     def __init__(
         self,
         owner_of: Callable[[Tensor], Tensor],
-        store: TensorStore,
+        records: Records,
         piece_bytes: int,
         params: list[Tensor],
         dtypes: Mapping[str, torch.dtype],
@@ -118,7 +146,7 @@ class DiskState(Bucket):
         make: Zeros,
     ) -> None:
         super().__init__(params, dtypes, signed, noise_keys, may_move, _nothing)
-        self._owner_of, self.store = owner_of, store
+        self._owner_of, self.records = owner_of, records
         largest = max(part.dtype.itemsize for part in self.parts())
         self.is_small = False  # it is not worth the way to the disk to merge it with others
         self.shape = shape_of(dtypes, piece_bytes, largest + 4, self.elements)
@@ -129,25 +157,29 @@ class DiskState(Bucket):
                 f" {piece_bytes}, as the ring has for those that were there when it was made; make"
                 " the optimizer with all groups"
             )
-        self._serial = next(_serials)
         self.count = max(1, -(-self.elements // self.shape.elements))
         self.on_disk = [False] * self.count
         self.exposed: set[int] = set()
         self.stale: set[int] = set()
         self.buffers = {STEP: [make(len(params), torch.float32, self.device)]}
         self._filled: set[int] = set()  # pieces that were written to, and are to be flushed
-        self._maps = {}
-        names = [self.name(k) for k in range(self.count)]
-        forget = _Forget(store, names, len(self.shape.parts))
-        for key, part in self.shape.parts.items():
-            nbytes = self.elements // part.per * part.dtype.itemsize
-            self._maps[key], memory = file_map(nbytes)
-            weakref.finalize(self._maps[key], forget).atexit = False
-            flat = memory.view(part.dtype)
+        self._names = [f"{records.serial()}.{k}.0" for k in range(self.count)]
+        records.hold(self._names)
+        self._shown = Shown(self.elements, self.shape, records)
+        let_go = _LetGo(records, self._names, len(self._shown.maps))
+        for shown in self._shown.maps.values():
+            weakref.finalize(shown, let_go).atexit = False
+        for key, flat in self._shown.flats.items():
             if key in dtypes:
                 self.buffers[key] = [flat]
             else:
                 self.scales[key.removesuffix(SCALE)] = flat
+
+    @property
+    def names(self) -> list[str | None]:
+        """The names of records, by piece; None where there are zeros."""
+        both = zip(self._names, self.on_disk, strict=True)
+        return [name if is_there else None for name, is_there in both]
 
     @property
     def unwritten_bytes(self) -> int:
@@ -156,7 +188,17 @@ class DiskState(Bucket):
 
     def name(self, k: int) -> str:
         """Return the name of the record of a piece."""
-        return f"{self._serial}.{k}"
+        return self._names[k]
+
+    def begin_put(self, k: int) -> str:
+        """Return the name to put a piece under: not the one by which a commit knows it."""
+        name = self._names[k]
+        if self.records.is_shared(name):
+            begin, _, turn = name.rpartition(".")
+            self._names[k] = f"{begin}.{1 - int(turn)}"
+            self.records.hold([self._names[k]])
+            self.records.release([name])
+        return self._names[k]
 
     def values(self, k: int, record: Tensor) -> dict[str, Tensor]:
         """Return the state in the record of a piece, flat, by its keys."""
@@ -169,37 +211,30 @@ class DiskState(Bucket):
 
     def elements_of(self, k: int) -> int:
         """Return of how many elements a piece has the state."""
-        return min(self.shape.elements, self.elements - k * self.shape.elements)
+        return self._shown.elements_of(k)
 
     def copy_shown(self, k: int, record: Tensor) -> None:
         """Copy what the buffers show of a piece to a record."""
         for key, value in self.values(k, record).items():
             begin = k * self.shape.elements // self.shape.parts[key].per
-            value.copy_(self._flat(key)[begin : begin + value.numel()])
+            value.copy_(self._shown.flats[key][begin : begin + value.numel()])
 
     def show(self, k: int) -> None:
         """Let the buffers show the record of a piece, which was put."""
         self.on_disk[k] = True
         self.exposed.discard(k)
-        for key, part in self.shape.parts.items():
-            nbytes = self.elements_of(k) // part.per * part.dtype.itemsize
-            if nbytes:
-                view, begin = self._maps[key], k * part.nbytes
-                self.store.show(self.name(k), view, begin, nbytes, part.begin)
-
-    def _flat(self, key: str) -> Tensor:
-        return self.buffers[key][0] if key in self.buffers else self.scales[key.removesuffix(SCALE)]
+        self._shown.show(k, self.name(k))
 
     def expose(self) -> None:
         """Take all pieces for written to, as somebody may have in the buffers."""
         self.exposed = set(range(self.count))
 
-    def flush(self, pieces: Sequence[int]) -> None:
+    def flush(self, pieces: Iterable[int]) -> None:
         """Bring what was written to the buffers to the disk."""
         record = torch.zeros(self.shape.nbytes, dtype=torch.uint8, device="cpu")
         for k in pieces:
             self.copy_shown(k, record)
-            self.store.put(self.name(k), record)
+            self.records.put(self.begin_put(k), record).result()
             self.show(k)
 
     # Where a Bucket would read the weights
@@ -239,7 +274,7 @@ class DiskState(Bucket):
         self._filled -= whole
 
     def _versions_of_state(self) -> list[int]:
-        return [version_of(self._flat(key)) for key in self.shape.parts]
+        return list(map(version_of, self._shown.flats.values()))
 
     def reset_master_weights(self) -> None:
         """See Bucket.reset_master_weights."""
@@ -268,19 +303,16 @@ def _nothing(elements: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     return torch.empty(0, dtype=dtype, device=device)
 
 
-class _Forget:
-    """Gives back the place of records when nobody sees any part of them any more.
+class _LetGo:
+    """Releases records when nobody sees any part of them any more.
 
     Users may hold tensors of state for longer than there is an optimizer.
     """
 
-    def __init__(self, store: TensorStore, names: Sequence[str], views: int) -> None:
-        self._store, self._names, self._views = store, names, views
+    def __init__(self, records: Records, names: list[str], views: int) -> None:
+        self._records, self._names, self._views = records, names, views
 
     def __call__(self) -> None:
         self._views -= 1
-        if self._views or self._store.closed:
-            return
-        for name in self._names:
-            if name in self._store:
-                self._store.delete(name)
+        if not self._views:
+            self._records.release(self._names)

@@ -9,11 +9,14 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from deepspeed_ext.io import Future, PinnedBuffer, TensorStore
+from deepspeed_ext.io import PinnedBuffer
 from deepspeed_ext.offload.copies import Event
 from deepspeed_ext.offload.tiers.disk_state import DiskState
+from deepspeed_ext.offload.tiers.records import Records, Transfer
 from deepspeed_ext.offload.worker import ThisProcess
 from deepspeed_ext.op_builder.log import logger
+
+_LENT = 4  # slabs, as a row of writes wants: one is filled while others are written
 
 Place = tuple[DiskState, int]  # a piece of a bucket's state, by its number
 
@@ -22,7 +25,7 @@ class _Read(NamedTuple):
     """A piece in memory, or on its way there."""
 
     slab: Tensor
-    future: Future | None
+    future: Transfer | None
 
 
 class _Write(NamedTuple):
@@ -30,7 +33,7 @@ class _Write(NamedTuple):
 
     slab: Tensor
     place: Place
-    future: Future
+    future: Transfer
     sent: Event | None  # when the weights beside it are on the device
 
 
@@ -41,7 +44,7 @@ class Ring:
     slabs for are read before anybody asks for them.
 
     Args:
-        store: has the pieces.
+        records: has the pieces.
         slab_bytes: of a slab.
         slabs: how many there are, 3 or more: one each is read, stepped and written.
 
@@ -52,8 +55,8 @@ class Ring:
         ahead: pieces that were there, or on their way, when they were wanted.
     """
 
-    def __init__(self, store: TensorStore, slab_bytes: int, slabs: int) -> None:
-        self.store, self.slab_bytes = store, slab_bytes
+    def __init__(self, records: Records, slab_bytes: int, slabs: int) -> None:
+        self.records, self.slab_bytes = records, slab_bytes
         self._lock = threading.RLock()  # hooks of backward read ahead while the worker steps
         self._count = slabs
         self._free: list[Tensor] | None = None
@@ -142,12 +145,31 @@ class Ring:
         state, k = place
         with self._lock:
             record = slab[: state.shape.nbytes]
-            future = self.store.put_async(state.name(k), record)
+            future = self.records.put(state.begin_put(k), record)
             state.on_disk[k] = True  # who reads it waits for that
+            state.exposed.discard(k)  # who looks at it anew, too
             self.bytes_written += record.nbytes
             self._writes.append(_Write(slab, place, future, sent))
             self._taken = None
             self.run_ahead()
+
+    @contextmanager
+    def lent(self) -> Iterator[list[Tensor]]:
+        """Lend some slabs, when all is written; what was read ahead last may be read again."""
+        with self._lock:
+            self.finish()
+            self.check()
+            slabs = self._slabs()
+            while len(slabs) < min(_LENT, self._count):
+                place = next(reversed(self._reads))
+                self._next = min(self._next, self._index[place])
+                self._drop(place)
+            lent, slabs[:] = list(slabs), []
+        try:
+            yield list(lent)
+        finally:
+            with self._lock:
+                self._slabs().extend(lent)
 
     def put_back(self) -> None:
         """Use the slab that was taken for another piece: nothing was done with this one."""
@@ -173,7 +195,15 @@ class Ring:
             self._collect()
         if self.error is not None:
             self._is_told = True
-            raise refusal(self.error) from self.error
+            raise refusal(self.error, self.records.store.durable) from self.error
+
+    def check_open(self) -> None:
+        """Raise RuntimeError if state cannot be looked at any more."""
+        if self.records.store.closed:
+            raise RuntimeError(
+                "OffloadOptimizer: state is read after close(), expected before it with"
+                " durable=True: the folder may be another's by now"
+            )
 
     def finish(self) -> None:
         """Wait until all is written; the first that went wrong is the error from then on."""
@@ -181,16 +211,17 @@ class Ring:
             while self._writes:
                 self._collect_one()
 
-    def end(self) -> None:
-        """Wait until nothing is under way, and let go of the memory."""
+    def close(self) -> None:
+        """Wait until nothing is under way, let go of the memory, and of what others could open."""
         with self._lock:
             self._drop_reads()
             self._next = len(self._order)
             self.finish()
             self._free = None
+        self.records.close()
         if self.error is not None and not self._is_told:  # nobody is left to raise it
             self._is_told = True
-            logger.error("%s", refusal(self.error), exc_info=self.error)
+            logger.error("%s", refusal(self.error, self.records.store.durable), exc_info=self.error)
 
     def stats(self) -> dict[str, float]:
         """Return bytes moved, and how often the disk was ahead."""
@@ -242,7 +273,7 @@ class Ring:
                 state.copy_shown(k, record)
             elif state.on_disk[k]:
                 self.bytes_read += record.nbytes
-                return _Read(slab, self.store.get_async(state.name(k), record))
+                return _Read(slab, self.records.get(state.name(k), record))
             else:
                 record.zero_()
         except BaseException:
@@ -288,16 +319,17 @@ class Ring:
             self._slabs().append(write.slab)
 
 
-def refusal(error: BaseException) -> RuntimeError:
-    """Return what an optimizer says that cannot go on."""
+def refusal(error: BaseException, is_durable: bool = False) -> RuntimeError:
+    """Return what an optimizer says that cannot go on, and whether it can be resumed."""
     kind = type(error).__name__
     if isinstance(error, Exception):
         what = f"state on disk is {kind} ({error}), expected a disk that works"
     else:
         what = f"a step was broken off by {kind}, expected to be over"
+    source = "with resume=True" if is_durable else "from a checkpoint"
     return RuntimeError(
         f"OffloadOptimizer: {what}: weights and state are of two steps by now; make the optimizer"
-        " anew from a checkpoint"
+        f" anew {source}"
     )
 
 

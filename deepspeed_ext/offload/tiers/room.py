@@ -1,22 +1,16 @@
 """Which parameters' state rests on disk, and how much memory the ring by which it comes takes."""
 
-import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from deepspeed_ext.dtensors import local
-from deepspeed_ext.io import TensorStore
+from deepspeed_ext.dtensors import largest_part
 from deepspeed_ext.io.extents import whole_pages
 from deepspeed_ext.offload.host_tensors import host_bytes
-from deepspeed_ext.offload.param_table import ParamTable
-from deepspeed_ext.offload.tiers.disk_state import DiskState, shape_of, unit_of
+from deepspeed_ext.offload.tiers.disk_state import shape_of, unit_of
 from deepspeed_ext.ops.optimizers.state_formats import BLOCK
-from deepspeed_ext.optim.buckets import Bucket
 
 LEAST_SLAB, LARGEST_SLAB = 256 << 10, 64 << 20  # bytes of a piece
 LEAST_SLABS, MOST_SLABS = 3, 16  # one is read, one stepped, one written
@@ -101,88 +95,16 @@ def ring_room(
     return RingRoom(slab, max(LEAST_SLABS, min(MOST_SLABS, budget // 2 // slab)))
 
 
-def gradient_bytes(param: Tensor) -> int:
-    """Return what the gradient of a parameter takes that is added up in host memory."""
-    return 4 * local(param).numel()
+def gradient_bytes(param: Tensor, is_summed: bool) -> int:
+    """Return what the gradient of a parameter takes in host memory: on its way there, or summed."""
+    return largest_part(param) * (4 if is_summed else param.dtype.itemsize)
 
 
 def resident_bytes(param: Tensor, dtypes: Dtypes) -> int:
     """Return what weights and state take at the most that stay in host memory."""
-    part = local(param)
-    elements = -(-part.numel() // BLOCK) * BLOCK
+    count = largest_part(param)  # so that all processes come to one answer
+    elements = -(-count // BLOCK) * BLOCK
     state = sum(elements * dtype.itemsize for dtype in dtypes.values())
     scales = sum(4 * elements // BLOCK for dtype in dtypes.values() if dtype == torch.uint8)
-    return host_bytes([part]) + state + scales
-
-
-def check_nvme(name: str, device: str, path: object, fraction: float | None) -> None:
-    """Raise ValueError if options that say where state rests do not fit together."""
-    if device not in ("cpu", "nvme"):
-        raise ValueError(f"{name}: device is {device!r}, expected 'cpu' or 'nvme'")
-    if device == "nvme" and path is None:
-        raise ValueError(f"{name}: nvme_path is None, expected a folder with device='nvme'")
-    if device == "cpu" and (path is not None or fraction is not None):
-        given = "nvme_path" if path is not None else "nvme_fraction"
-        raise ValueError(f"{name}: {given} is given, expected device='nvme' with it")
-    if fraction is not None and not 0 <= fraction <= 1:
-        raise ValueError(f"{name}: nvme_fraction is {fraction}, expected 0 to 1")
-
-
-def store_for(name: str, path: Any, nbytes: int) -> TensorStore:
-    """Return a scratch store with room for so many bytes.
-
-    Raises:
-        OSError: there is no such folder, it takes no file, or there is not so much room.
-    """
-    try:
-        store = TensorStore(path)
-    except OSError as error:
-        why = f"{name}: nvme_path is {path}, expected a folder to write in: {error.strerror}"
-        raise OSError(error.errno, why) from error
-    try:
-        reserve(name, store, nbytes)
-    except OSError:
-        store.close()
-        raise
-    return store
-
-
-def reserve(name: str, store: TensorStore, nbytes: int) -> None:
-    """Have room in a store for so many bytes that are yet to be written.
-
-    Raises:
-        OSError: there is not so much.
-    """
-    try:
-        store.reserve(nbytes)
-    except OSError as error:
-        why = f"{name}: nvme_path is {store.path} with too little room: {error.strerror}"
-        raise OSError(error.errno, why) from error
-
-
-def maker(table: ParamTable[Any], store: TensorStore, room: RingRoom) -> Callable[..., Bucket]:
-    """Return what makes a bucket, by where the state of its parameters is to be.
-
-    A class has it, which is garbage long after the table could go.
-    """
-    known = weakref.WeakSet[DiskState]()
-    return partial(_made, weakref.ref(table), weakref.ref(store), room.slab_bytes, known)
-
-
-def _made(
-    table: "weakref.ref[ParamTable[Any]]",
-    store: "weakref.ref[TensorStore]",
-    slab_bytes: int,
-    states: "weakref.WeakSet[DiskState]",
-    params: list[Tensor],
-    *others: Any,
-) -> Bucket:
-    known, disk = table(), store()
-    assert known is not None and disk is not None  # an optimizer has both
-    if not known.of_copy(params[0]).is_on_disk:
-        return Bucket(params, *others)
-    made = DiskState(known.param_of, disk, slab_bytes, params, *others)
-    # Now, while nothing has changed: in the middle of a step it would be too late.
-    reserve("OffloadOptimizer", disk, sum(s.unwritten_bytes for s in (made, *states)))
-    states.add(made)
-    return made
+    weights = host_bytes([torch.empty(count, dtype=param.dtype, device="meta")])
+    return weights + state + scales
