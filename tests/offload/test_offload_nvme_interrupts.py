@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 import warm_python
-from disks import PIECES, SLABS, disk as disk, few, on_disk
+from disks import PIECES, disk as disk, few, on_disk
 from offload_cases import Gate
 from optim_cases import BF16, assert_same_bits
 from test_offload_faults import FORK, in_child, is_in
@@ -210,6 +210,7 @@ def train_interrupted(pair, at):
 
     ctrl_c = Interrupt(at)
     ctrl_c.during(step)
+    torch.set_grad_enabled(True)  # no_grad of torch may have been broken off as it ended
     ours.zero_grad()
     pair.plain.zero_grad()
     try:
@@ -223,7 +224,7 @@ def train_interrupted(pair, at):
     for now, *known in zip(entries(ours, pair.params), before, after, strict=True):
         assert any(all(map(torch.equal, now, one)) for one in known), ctrl_c.where
     ring = ours._pipeline.ring
-    assert len(ring._free) + len(ring._reads) + len(ring._writes) == SLABS, ctrl_c.where
+    assert len(ring._free) + len(ring._reads) + len(ring._writes) == ring._count, ctrl_c.where
     with torch.no_grad():
         for param, twin in zip(pair.params, pair.twins, strict=True):
             twin.copy_(param)
