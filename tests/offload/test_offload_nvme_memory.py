@@ -149,7 +149,7 @@ def test_2000_steps_take_no_more_than_200(free_grads, tmp_path):
         tmp_path, params=params, free_grads=free_grads, master="float32", max_grad_norm=1.0
     ).ours
     train(optimizer, params, 200)
-    before, store = taken(), optimizer._pipeline.ring.store
+    before, store = taken(), optimizer._pipeline.ring.records.store
     file = store.stats()["file_bytes"]
     objects = len(gc.get_objects())
     train(optimizer, params, 2000)
