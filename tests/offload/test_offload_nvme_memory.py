@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 import warm_python
-from disks import BUDGET, PIECES, few, on_disk
+from disks import BUDGET, PIECES, SLABS, few, on_disk
 from optim_cases import BF16
 from torch.nn import Parameter
 
@@ -222,4 +222,5 @@ def test_reads_are_ahead_and_bytes_are_exact(tmp_path):
     ahead = sum(place[0].shape.nbytes for place in ring._reads)
     read = stats["bytes_read"] - ahead
     assert read == 10 * state.disk_bytes
-    assert (stats["read_ahead"] * 11 - before["read_ahead"]) * PIECES >= 10 * PIECES - 1
+    ahead = (stats["read_ahead"] * 11 - before["read_ahead"]) * PIECES
+    assert ahead > 10 * SLABS - 1  # a slab is free, or not yet, when the others are wanted
