@@ -18,7 +18,13 @@ from deepspeed_ext.offload.host_tensors import host_bytes
 from deepspeed_ext.offload.memory import Memory
 from deepspeed_ext.offload.param_table import ParamTable
 from deepspeed_ext.offload.tiers.disk_state import shape_of
-from deepspeed_ext.offload.tiers.room import RingRoom, bytes_in, resident_bytes, ring_room
+from deepspeed_ext.offload.tiers.room import (
+    RingRoom,
+    bytes_in,
+    gradient_bytes,
+    resident_bytes,
+    ring_room,
+)
 from deepspeed_ext.op_builder.toolchain import free_memory
 from deepspeed_ext.optim import DeepSpeedCPUAdam
 from deepspeed_ext.optim.base import FlatStateOptimizer
@@ -207,6 +213,7 @@ def estimate(
     if free_grads:
         summed = [p for bucket in (*buckets, *on_disk) for p in bucket.params]
         host[SUMS] = sum(4 * local(p).numel() for p in summed)
+        largest = max((local(p).nbytes for p in summed), default=0)  # each leaves by itself
     memory = _shared(sum(host.values()), largest, memory_budget, share)
     host[GRADIENTS] = largest if free_grads else min(sum(gradients), memory.gradients or 0)
     host[SHADOW] = _shadow_bytes(buckets, memory.shadow)
@@ -300,15 +307,22 @@ class _Plan:
             for param in group["params"]
             if not self.keeps_on_device(param)
         ]
-        room = ring_room("OffloadOptimizer", budget, [(d, param.dtype) for param, d in rows])
-        left = budget - room.nbytes
+        kinds = [(dtypes, param.dtype) for param, dtypes in rows]
+        # Gradients of all of them are in host memory, until they are stepped.
+        freed = [param for param, _ in rows if param.requires_grad and free_grads]
+        gradients = sum(gradient_bytes(param, is_summed=True) for param in freed)
+        gradients += max((gradient_bytes(param, is_summed=False) for param in freed), default=0)
+        counts = 4 * len(rows)  # of steps
+        room = ring_room("OffloadOptimizer", budget, kinds, gradients, counts)
+        left = budget - room.nbytes - gradients - counts
         total = sum(param.nbytes for param, _ in rows)
         most = total if fraction is None else round((1 - fraction) * total)
         for param, dtypes in rows:
             if not param.requires_grad:  # its state would come when it is thawed
                 self.table.put_on_disk([self._made[param]])
                 continue
-            left -= resident_bytes(param, dtypes, free_grads)
+            left -= resident_bytes(param, dtypes)
+            left -= 0 if free_grads else gradient_bytes(param, is_summed=False)
             most -= param.nbytes
             if left < 0 or most < 0:
                 left = most = -1

@@ -261,7 +261,7 @@ WRONG = [
     ({"nvme_path": "."}, "nvme_path is given, expected device='nvme'"),
     ({"nvme_fraction": 0.5}, "nvme_fraction is given, expected device='nvme'"),
     ({"device": "nvme", "nvme_path": ".", "nvme_fraction": 2}, "nvme_fraction is 2, expected 0"),
-    ({"device": "nvme", "nvme_path": ".", "memory_budget": 1000}, "expected at least 786432 for"),
+    ({"device": "nvme", "nvme_path": ".", "memory_budget": 1000}, "expected at least 786436 for"),
     ({"memory_budget": "2 apples"}, "memory_budget is '2 apples', expected bytes, as"),
 ]
 

@@ -177,6 +177,38 @@ def test_a_change_while_a_piece_is_still_to_be_written(change, disk, tmp_path):
         pair.backward()
 
 
+def test_state_that_was_looked_at_and_is_still_to_be_written(disk, tmp_path):
+    """What is shown of it is not what the next step begins with."""
+    pair = on_disk(tmp_path, params=[few()[3]])  # of fewer pieces than there are slabs
+    for _ in range(2):
+        pair.backward()
+        pair.step()
+        pair.check()
+        disk.hold()
+        pair.backward()
+        pair.step()
+        assert 0 < disk.held < SLABS
+        disk.stop_holding()
+        pair.backward()
+        pair.step()
+        assert_same_bits(pair.params, pair.twins)
+        pair.check()
+
+
+def test_state_that_is_written_before_the_first_step(tmp_path):
+    """After it was loaded, when no step has made the buckets that take note of that."""
+    first, second = warm(tmp_path), on_disk(tmp_path)
+    for ours, other in zip(second.both(), first.both(), strict=True):
+        ours[0].load_state_dict(other[0].state_dict())
+    for optimizer, params in second.both():
+        optimizer.state[params[0]]["exp_avg"].fill_(0.5)
+    for _ in range(2):
+        second.backward()
+        second.step()
+        assert_same_bits(second.params, second.twins)
+    second.check()
+
+
 # A full disk
 
 

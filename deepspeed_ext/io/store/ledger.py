@@ -263,8 +263,8 @@ class Ledger:
         with self._lock:
             if job.settled:
                 return
-            job.settled = True
-            self._pending.pop(job)
+            # Ctrl-C may come in between: all of it can be done again, until the last of it is.
+            self._pending.pop(job, None)
             self._abandoned.pop(job, None)
             record = job.record
             if record.writing is job:
@@ -275,6 +275,7 @@ class Ledger:
             if record.slot:
                 record.slot.users.discard(job)
                 self._space.release(record.slot)
+            job.settled = True
 
     def _place(
         self, old: Record | None, name: str, nbytes: int

@@ -18,10 +18,11 @@ class Slot:
     It is overwritten only while one owner and no request has it, and freed when nobody has.
     """
 
-    __slots__ = ("extent", "owners", "users")
+    __slots__ = ("extent", "is_free", "owners", "users")
 
     def __init__(self, extent: Extent) -> None:
         self.extent = extent
+        self.is_free = False
         self.owners = 0
         self.users: set[Any] = set()
 
@@ -107,7 +108,8 @@ class Space:
 
     def release(self, slot: Slot) -> None:
         """Free the slot if nobody has it any more."""
-        if not slot.owners and not slot.users:
+        if not slot.owners and not slot.users and not slot.is_free:
+            slot.is_free = True  # so that nobody frees it again, who was interrupted here
             self._extents.give_back(slot.extent)
             # As much as is in use may stay: what was freed is often needed again at once.
             if self._unused_end() > self._extents.used:

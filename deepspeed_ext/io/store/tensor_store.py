@@ -334,8 +334,8 @@ class TensorStore:
 
     @property
     def closed(self) -> bool:
-        """Whether close() was called."""
-        return self._ended
+        """Whether close() was called, or this is a fork of the process that opened it."""
+        return self._ended or os.getpid() != self._process
 
     def __enter__(self) -> "TensorStore":
         return self
@@ -358,7 +358,7 @@ class TensorStore:
             return
         try:
             self.close()
-        except OSError as failure:
+        except Exception as failure:  # also of what Ctrl-C has given up
             _log.error("TensorStore: a request failed and nobody asked for it: %s", failure)
 
     def _open(self) -> tuple[File, Ledger]:

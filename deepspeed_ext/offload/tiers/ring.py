@@ -198,7 +198,8 @@ class Ring:
             raise refusal(self.error, self.records.store.durable) from self.error
 
     def check_open(self) -> None:
-        """Raise RuntimeError if state cannot be looked at any more."""
+        """Raise RuntimeError if state cannot be looked at any more, or this is a fork."""
+        self._process.check()
         if self.records.store.closed:
             raise RuntimeError(
                 "OffloadOptimizer: state is read after close(), expected before it with"

@@ -58,37 +58,53 @@ class RingRoom:
         return self.slab_bytes * self.slabs
 
 
-def ring_room(name: str, budget: int, kinds: Sequence[tuple[Dtypes, torch.dtype]]) -> RingRoom:
+def ring_room(
+    name: str,
+    budget: int,
+    kinds: Sequence[tuple[Dtypes, torch.dtype]],
+    gradients: int,
+    counts: int,
+) -> RingRoom:
     """Return how large a ring is.
 
     Args:
         name: of who asks, for errors.
         budget: bytes of host memory in all.
         kinds: of state that may rest on disk: dtypes by key, and the parameter's.
+        gradients: bytes of those that are added up in host memory.
+        counts: bytes of the numbers of steps.
 
     Raises:
-        ValueError: the budget has no room for three slabs.
+        ValueError: the budget has no room for three slabs beside these.
     """
     least = LEAST_SLAB
     for dtypes, dtype in kinds:
         unit = unit_of(dtypes)
         record = shape_of(dtypes, 0, 0, unit).nbytes
         least = max(least, whole_pages(record + unit * (dtype.itemsize + 4)))
-    if LEAST_SLABS * least > budget:
+    needed = LEAST_SLABS * least + gradients + counts
+    if needed > budget:
+        summed = f", and {gradients} of gradients, which free_grads=True adds up in host memory"
         raise ValueError(
-            f"{name}: memory_budget is {budget}, expected at least {LEAST_SLABS * least} for three"
-            " pieces of state: one that is read, one that is stepped, one that is written"
+            f"{name}: memory_budget is {budget}, expected at least {needed} for three pieces of"
+            " state: one that is read, one that is stepped, one that is written"
+            f"{summed if gradients else ''}"
         )
+    budget -= gradients
     slab = whole_pages(max(least, min(LARGEST_SLAB, budget // 16)))
     return RingRoom(slab, max(LEAST_SLABS, min(MOST_SLABS, budget // 2 // slab)))
 
 
-def resident_bytes(param: Tensor, dtypes: Dtypes, free_grads: bool) -> int:
-    """Return what a parameter whose state stays in host memory takes there, at the most."""
+def gradient_bytes(param: Tensor, is_summed: bool) -> int:
+    """Return what the gradient of a parameter takes in host memory: on its way there, or summed."""
+    return largest_part(param) * (4 if is_summed else param.dtype.itemsize)
+
+
+def resident_bytes(param: Tensor, dtypes: Dtypes) -> int:
+    """Return what weights and state take at the most that stay in host memory."""
     count = largest_part(param)  # so that all processes come to one answer
     elements = -(-count // BLOCK) * BLOCK
     state = sum(elements * dtype.itemsize for dtype in dtypes.values())
     scales = sum(4 * elements // BLOCK for dtype in dtypes.values() if dtype == torch.uint8)
-    gradients = count * (4 if free_grads else param.dtype.itemsize)
     weights = host_bytes([torch.empty(count, dtype=param.dtype, device="meta")])
-    return weights + state + scales + gradients + 4
+    return weights + state + scales
