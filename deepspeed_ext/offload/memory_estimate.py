@@ -16,7 +16,7 @@ from deepspeed_ext.dtensors import is_dtensor, least_over_meshes, local, spread
 from deepspeed_ext.offload.host_optimizer import HostOptimizer, offloaded
 from deepspeed_ext.offload.host_tensors import host_bytes
 from deepspeed_ext.offload.memory import Memory
-from deepspeed_ext.offload.param_table import ParamTable
+from deepspeed_ext.offload.param_table import BUCKET, ParamTable
 from deepspeed_ext.offload.tiers.disk_state import shape_of
 from deepspeed_ext.offload.tiers.room import (
     RingRoom,
@@ -317,14 +317,18 @@ class _Plan:
         left = budget - room.nbytes - gradients - counts
         total = sum(param.nbytes for param, _ in rows)
         most = total if fraction is None else round((1 - fraction) * total)
+        staged = largest = 0  # gradients of parameters in memory; as few as of a bucket are enough
         for param, dtypes in rows:
             if not param.requires_grad:  # its state would come when it is thawed
                 self.table.put_on_disk([self._made[param]])
                 continue
             left -= resident_bytes(param, dtypes)
-            left -= 0 if free_grads else gradient_bytes(param, is_summed=False)
             most -= param.nbytes
-            if left < 0 or most < 0:
+            if not free_grads:
+                staged += gradient_bytes(param, is_summed=False)
+                largest = max(largest, gradient_bytes(param, is_summed=False))
+            bucket = max(largest, BUCKET * param.element_size())
+            if left < min(staged, bucket) or most < 0:
                 left = most = -1
                 self.table.put_on_disk([self._made[param]])
         return room
