@@ -153,6 +153,7 @@ def main() -> None:
     parser.add_argument("--device", default="cpu", help="of the parameters")
     parser.add_argument("--share", type=float, default=8, help="state is so many times the budget")
     parser.add_argument("--path", default=tempfile.gettempdir(), help="a folder on the disk")
+    parser.add_argument("--loop", choices=PIECES, help="pieces of loops, if only one kind")
     parser.add_argument("--rounds", type=int, default=5)
     options = parser.parse_args()
     described = introduced(options.device)
@@ -195,8 +196,10 @@ def main() -> None:
                 *disk.contenders("writes", writes, committed),
             ]
         contenders += disk.contenders("loop", loop, state, times)
+        if options.loop is not None:
+            contenders = [c for c in contenders if " of " not in c.name or options.loop in c.name]
         with tqdm(total=options.rounds) as progress:
-            timings = measure(contenders, options.device, options.rounds, progress)
+            timings = measure(contenders, options.device, options.rounds, progress, warm_up=1)
         work = f"{options.format}, {state / 2**30:.2f} GiB of state, {budget >> 20} MiB"
         if model is None:
             work += f", {committed / 2**30:.2f} GiB in a commit"
