@@ -91,8 +91,8 @@ def ring_room(
             f"{summed if gradients else ''}"
         )
     budget -= gradients
-    slab = whole_pages(max(least, min(LARGEST_SLAB, budget // 16)))
-    return RingRoom(slab, max(LEAST_SLABS, min(MOST_SLABS, budget // 2 // slab)))
+    slab = whole_pages(max(least, min(LARGEST_SLAB, budget // 24)))
+    return RingRoom(slab, max(LEAST_SLABS, min(MOST_SLABS, 2 * budget // 3 // slab)))
 
 
 def gradient_bytes(param: Tensor, is_summed: bool) -> int:
