@@ -1,5 +1,6 @@
 """What an optimizer has of a disk: a store, the ring of memory before it, and its commits."""
 
+import errno
 import os
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -18,6 +19,7 @@ from deepspeed_ext.offload.tiers.contents import (
     check_fits,
     committed_state,
     describe,
+    names_in,
     restore_weights,
 )
 from deepspeed_ext.offload.tiers.disk_state import DiskState
@@ -28,6 +30,9 @@ from deepspeed_ext.optim.buckets import Bucket
 
 Groups = Sequence[Mapping[str, Any]]
 Buckets = list[tuple[Bucket, list[int]]]  # with the numbers of their parameters
+
+
+_MANIFEST = 1 << 20  # bytes that a disk has beside what is reserved
 
 
 class Disk:
@@ -64,15 +69,16 @@ class Disk:
             folder /= f"process-{Processes.now().rank}"
         try:
             store = TensorStore(folder, durable)
-        except OSError as error:
-            if isinstance(error, BlockingIOError):
-                raise
+        except (FileNotFoundError, NotADirectoryError, PermissionError) as error:
             why = f"{title}: nvme_path is {path}, expected a folder to write in: {error.strerror}"
             raise OSError(error.errno, why) from error
         try:
             self.records = Records(store)
             self.commits = Commits(title, self.records, resume) if durable else None
             _reserve(title, store, nbytes - store.stats()["used_bytes"])
+            if durable and 0 <= store.stats()["disk_free_bytes"] < _MANIFEST:
+                why = f"{title}: nvme_path is {path} without room for a manifest beside all else"
+                raise OSError(errno.ENOSPC, why)
         except BaseException:
             store.close()
             raise
@@ -91,6 +97,7 @@ class Disk:
         self, pipeline: Pipeline, groups: Groups, model: nn.Module | None, extra: dict[str, Any]
     ) -> None:
         """See OffloadOptimizer.commit."""
+        self.ring.check_process()
         if self.commits is None or self.records.store.closed:
             got = "of a scratch store" if self.commits is None else "after close()"
             raise RuntimeError(
@@ -123,9 +130,34 @@ class Disk:
         if contents is None:
             return
         check_fits(self._title, contents, groups, model)
+        self.records.verify(names_in(contents))
         with torch.no_grad():
             restore_weights(self.records, contents, groups, model)
         load(committed_state(self.records, contents, pipeline.host_optimizer.params()))
+
+
+def commit(
+    title: str,
+    disk: Disk | None,
+    pipeline: Pipeline,
+    groups: Groups,
+    model: nn.Module | None,
+    extra: dict[str, Any],
+) -> None:
+    """Commit what is on a disk, if there is one."""
+    if disk is None:
+        raise RuntimeError(
+            f"{title}: commit is called with device='cpu', expected 'nvme' with durable=True"
+        )
+    with torch.no_grad():
+        disk.commit(pipeline, groups, model, extra)
+
+
+def restore_options(disk: Disk | None, groups: list[dict[str, Any]]) -> None:
+    """Give groups the options that the last commit has, if there is one."""
+    if disk is not None and disk.commits is not None:
+        for group, saved in zip(groups, disk.commits.options, strict=False):  # others came since
+            group.update(saved)
 
 
 def _settled_buckets(pipeline: Pipeline) -> Buckets:
@@ -159,12 +191,15 @@ def _others(pipeline: Pipeline, buckets: Buckets) -> dict[int, dict[str, Any]]:
 def check_nvme(
     name: str, device: str, path: object, fraction: float | None, durable: bool, resume: bool
 ) -> None:
-    """Raise ValueError if options that say where state rests do not fit together."""
+    """Raise ValueError or TypeError unless options that say where state rests fit together."""
     if device not in ("cpu", "nvme"):
         raise ValueError(f"{name}: device is {device!r}, expected 'cpu' or 'nvme'")
     if device == "nvme" and path is None:
         raise ValueError(f"{name}: nvme_path is None, expected a folder with device='nvme'")
     of_disks = {"nvme_path": path, "nvme_fraction": fraction, "durable": durable or None}
+    for given, value in {"durable": durable, "resume": resume}.items():
+        if not isinstance(value, bool):
+            raise TypeError(f"{name}: {given} is {value!r}, expected True or False")
     for given, value in of_disks.items():
         if device == "cpu" and value is not None:
             raise ValueError(f"{name}: {given} is given, expected device='nvme' with it")

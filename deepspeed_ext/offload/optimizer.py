@@ -14,7 +14,7 @@ from torch.optim.optimizer import ParamsT
 from deepspeed_ext.offload.bucket_states import OffloadedBucket
 from deepspeed_ext.offload.copies import Recorder
 from deepspeed_ext.offload.copying import copied, rebuilt
-from deepspeed_ext.offload.disk import Disk, check_nvme
+from deepspeed_ext.offload.disk import Disk, check_nvme, commit, restore_options
 from deepspeed_ext.offload.hooks import Remove, before_forward, check_model, let_go, on_gradient
 from deepspeed_ext.offload.host_optimizer import offloaded
 from deepspeed_ext.offload.memory_estimate import (
@@ -443,19 +443,18 @@ class OffloadOptimizer(torch.optim.Optimizer):
             OSError: the disk refuses. The commit before is still there, or if the very end failed,
                 this one: `committed` says which.
         """
-        if self._disk is None:
-            raise RuntimeError(
-                f"{type(self).__name__}: commit is called with device='cpu', expected 'nvme' with"
-                " durable=True"
-            )
-        with torch.no_grad():
-            self._disk.commit(self._pipeline, self.param_groups, self._model, extra)
+        title, groups = type(self).__name__, self.param_groups
+        commit(title, self._disk, self._pipeline, groups, self._model, extra)
+
+    def restore_options(self) -> None:
+        """Give groups the options with which it was resumed: to make a scheduler changes them."""
+        restore_options(self._disk, self.param_groups)
 
     @property
     def committed(self) -> dict[str, Any] | None:
         """What was given to the last `commit`, also by the process before; None: there is none."""
         commits = None if self._disk is None else self._disk.commits
-        return None if commits is None else commits.extra
+        return None if commits is None or commits.extra is None else dict(commits.extra)
 
     def check_given(
         self, state: Mapping[Tensor, dict[str, Any]], options: Sequence[dict[str, Any]]

@@ -1,7 +1,9 @@
 """Commits of state on disk: what resumes is what was committed, bit for bit."""
 
 import errno
+import json
 import os
+import re
 from pathlib import Path
 
 import pytest
@@ -243,8 +245,8 @@ def test_refuses_what_does_not_fit(folder):
     net = Net()
     with opened(net, folder) as optimizer:
         train(net, optimizer, 1, 1)
-        with pytest.raises(TypeError, match=r"^OffloadOptimizer.commit: extra is .*, expected ten"):
-            optimizer.commit(net=net)
+        with pytest.raises(TypeError, match=r"^OffloadOptimizer.commit: b is or has a Net, ex"):
+            optimizer.commit(a=1, b=[{"c": net}])
         assert optimizer.committed is None
         optimizer.commit()
         assert optimizer.committed == {}
@@ -274,10 +276,74 @@ def test_refuses_what_does_not_fit(folder):
         optimizer.state_dict()
 
 
+def test_parameters_in_another_order(folder):
+    """They may have the same shapes."""
+    nets = [nn.Sequential(nn.Linear(50, 50), nn.Linear(50, 50)) for _ in range(2)]
+    options = {"device": "nvme", "nvme_path": folder, "memory_budget": BUDGET, "durable": True}
+    with OffloadOptimizer(nets[0].parameters(), model=nets[0], resume=True, **options) as optimizer:
+        optimizer.commit()
+    params = list(nets[1].parameters())
+    with pytest.raises(ValueError, match=r"name of parameter 0 is 1.weight, expected 0.weight as"):
+        OffloadOptimizer(params[2:] + params[:2], model=nets[1], resume=True, **options)
+    compiled = torch.compile(nets[1], backend="eager")
+    OffloadOptimizer(params, model=compiled, resume=True, **options).close()
+
+
+@pytest.mark.parametrize("kind", ["weights", "state"])
+def test_damage_is_seen(kind, folder):
+    net = Net()
+    with opened(net, folder) as optimizer:
+        train(net, optimizer, 1, 1)
+        optimizer.commit()
+    rows = json.loads((folder / "process-0" / "manifest.json").read_text())["tensors"]
+    wanted = r"commit\.1\.0" if kind == "weights" else r"\d+\.\d+\.[01]"
+    row = next(row for row in rows if re.fullmatch(wanted, row["name"]))
+    with (folder / "process-0" / "data").open("r+b") as file:
+        file.seek(row["offset"] + 1000)
+        byte = file.read(1)
+        file.seek(row["offset"] + 1000)
+        file.write(bytes([byte[0] ^ 1]))
+    with pytest.raises(OSError, match=r"has crc32c .*, expected .*are not what was put"):
+        opened(Net(), folder)
+
+
+def test_a_scheduler_that_resumes(folder):
+    """To make one sets the learning rate, which its own state does not have."""
+
+    def made(net):
+        optimizer = opened(net, folder)
+        scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, 0.1, total_iters=10)
+        if optimizer.committed is not None:
+            scheduler.load_state_dict(optimizer.committed["scheduler"])
+        optimizer.restore_options()
+        return optimizer, scheduler
+
+    def run(net, optimizer, scheduler, first, last):
+        for step in range(first, last + 1):
+            net.last.weight.grad = torch.full_like(net.last.weight, step)
+            optimizer.step()
+            scheduler.step()
+
+    net = Net()
+    optimizer, scheduler = made(net)
+    run(net, optimizer, scheduler, 1, 3)
+    optimizer.commit(scheduler=scheduler.state_dict())
+    run(net, optimizer, scheduler, 4, 6)
+    expected, rates = values(net, optimizer), [g["lr"] for g in optimizer.param_groups]
+    optimizer.close()
+    net = Net()
+    optimizer, scheduler = made(net)
+    run(net, optimizer, scheduler, 4, 6)
+    assert_same_bits(values(net, optimizer), expected)
+    assert [g["lr"] for g in optimizer.param_groups] == rates
+    optimizer.close()
+
+
 @pytest.mark.parametrize(
     ("options", "text"),
     [
         ({"resume": True}, "resume is True, expected durable=True with it"),
+        ({"durable": "yes"}, "durable is 'yes', expected True or False"),
         ({"durable": True, "device": "cpu"}, "durable is given, expected device='nvme' with it"),
         ({}, "commit is called of a scratch store, expected an open one with durable=True"),
         ({"device": "cpu"}, "commit is called with device='cpu', expected 'nvme' with durable"),
@@ -286,7 +352,7 @@ def test_refuses_what_does_not_fit(folder):
 def test_wrong_options(options, text, folder):
     where = {"nvme_path": folder} if options.get("device") != "cpu" else {}
     param = Parameter(torch.zeros(3))
-    with pytest.raises((ValueError, RuntimeError), match=text.replace("(", r"\(")):
+    with pytest.raises((ValueError, TypeError, RuntimeError), match=text.replace("(", r"\(")):
         OffloadOptimizer(
             [param], memory_budget=BUDGET, **{"device": "nvme"} | where | options
         ).commit()

@@ -51,7 +51,7 @@ class StoreFolder:
             raise
 
     def __del__(self) -> None:
-        if self._process == os.getpid():
+        if os is not None and self._process == os.getpid():  # a module that is gone is None
             self.close()
 
     def read(self) -> bytes | None:

@@ -5,7 +5,7 @@ import errno
 import io
 import pickle
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -19,6 +19,7 @@ from deepspeed_ext.offload.tiers.stream import StreamInfo, StreamWriter
 FORMAT = 1
 _PREFIX = "commit."
 _OURS = re.compile(r"\d+\.\d+\.[01]|commit\.\d+(\.\d+)?|whole")  # names of records
+_KEPT = {"Tensor", "int", "float", "bool", "str", "NoneType", "bytes", "list", "tuple", "set"}
 _WHOLE = "whole"  # the newest commit that all processes are known to have
 
 Describe = Callable[[StreamWriter], Contents]
@@ -77,6 +78,7 @@ class Commits:
     Attributes:
         contents: of the commit to go on from; None: there is none, or it was taken up.
         extra: what the user had committed with it; None: there is no commit.
+        options: of groups, in the last commit.
         nbytes: written for commits so far, beside state that is stepped on disk.
 
     Raises:
@@ -91,11 +93,13 @@ class Commits:
         self._commits: list[Commit] = []  # the oldest first
         self.contents: Contents | None = None
         self.extra: dict[str, Any] | None = None
+        self.options: list[dict[str, Any]] = []
         self.nbytes = 0
         number = self._whole = self._agreed(resume)  # all have it
         if number:
             found = self._read(number)
             self.contents, self.extra = found["contents"], found["extra"]
+            self.options = found["contents"]["groups"]
             self._commits.append(Commit(number, [_name(number), *names_in(found["contents"])]))
             records.hold(self._commits[0].names)
         self._keep_only(self._commits[0].names if number else [])
@@ -166,16 +170,19 @@ class Commits:
 
     def _checked(self, extra: dict[str, Any]) -> dict[str, Any]:
         """Return a copy of what the user adds, as it will be read."""
-        text = io.BytesIO()
-        try:
-            torch.save(extra, text)
-            text.seek(0)
-            found: dict[str, Any] = torch.load(text, weights_only=True)
-        except (pickle.PickleError, AttributeError, TypeError, RuntimeError) as error:
-            raise TypeError(
-                f"{self._title}.commit: extra is {_line(error)}, expected tensors, numbers, text,"
-                " and lists and dicts of these"
-            ) from error
+        found = {}
+        for key, value in extra.items():
+            text = io.BytesIO()
+            try:
+                torch.save(value, text)
+                text.seek(0)
+                found[key] = torch.load(text, weights_only=True)
+            except (pickle.PickleError, AttributeError, TypeError, RuntimeError) as error:
+                raise TypeError(
+                    f"{self._title}.commit: {key} is or has a {_culprit(value)}, expected what"
+                    " torch.load(weights_only=True) reads: tensors, numbers, text, and lists and"
+                    " dicts of these"
+                ) from error
         return found
 
     def _forget_older(self) -> None:
@@ -267,5 +274,11 @@ def _number(name: str) -> int:
     return int(number) if number != name and number.isdecimal() else 0
 
 
-def _line(error: Exception) -> str:
-    return (str(error) or type(error).__name__).splitlines()[0]
+def _culprit(value: object) -> str:
+    """Return the name of the first class in a value that is none of those that are kept."""
+    if isinstance(value, Mapping):
+        value = [*value.keys(), *value.values()]
+    if isinstance(value, (list, tuple, set)):
+        names = [_culprit(item) for item in value]
+        return next((name for name in names if name not in _KEPT), type(value).__name__)
+    return type(value).__name__

@@ -43,6 +43,7 @@ def describe(
         "groups": [{k: v for k, v in group.items() if k != "params"} for group in groups],
         "sizes": [len(group["params"]) for group in groups],
         "weights": weights,
+        "names": _names(model, params),
         "model": named,
         "model_objects": objects,
         "buckets": [_described(stream, bucket, numbers) for bucket, numbers in buckets],
@@ -74,6 +75,9 @@ def check_fits(
         ("parameters in groups", [len(group["params"]) for group in groups], contents["sizes"]),
         ("other tensors of model", sorted(_tensors(beside)), sorted(contents["model"])),
     ]
+    for i, both in enumerate(zip(_names(model, params), contents["names"], strict=False)):
+        if all(both):  # with a model both times
+            got.append((f"name of parameter {i}", *both))
     for i, (param, saved) in enumerate(zip(params, contents["weights"], strict=False)):
         got.append((f"parameter {i}", _look(param), _look_of(*saved)))
     for name, value in _tensors(beside).items():
@@ -145,7 +149,19 @@ def _beside(model: nn.Module | None, params: Sequence[Tensor]) -> dict[str, Any]
     if model is None:
         return {}
     known = set(map(id, params))
-    return {k: v for k, v in model.state_dict(keep_vars=True).items() if id(v) not in known}
+    return {k: v for k, v in _state_dict(model).items() if id(v) not in known}
+
+
+def _names(model: nn.Module | None, params: Sequence[Tensor]) -> list[str]:
+    """Return the names that parameters have in a model, "" of those that are not in it."""
+    known = {} if model is None else {id(v): k for k, v in _state_dict(model).items()}
+    return [known.get(id(param), "") for param in params]
+
+
+def _state_dict(model: nn.Module) -> dict[str, Any]:
+    """Return what a model has, by names that torch.compile changes nothing about."""
+    values = model.state_dict(keep_vars=True)
+    return {name.replace("_orig_mod.", ""): value for name, value in values.items()}
 
 
 def _tensors(values: Mapping[str, Any]) -> dict[str, Tensor]:

@@ -3,7 +3,7 @@
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from concurrent.futures import Future as Begun, ThreadPoolExecutor
 from contextlib import suppress
 from typing import Any, Protocol
@@ -87,6 +87,20 @@ class Records:
         """Start to read a record; one that is written now is to be awaited first."""
         future = self.store.get_async(name, out)
         return future if self._checking is None else self._checking.submit(future.result)
+
+    def verify(self, names: Sequence[str]) -> None:
+        """Read records of a durable store, one ahead of the other, and compare their checksums.
+
+        Raises:
+            OSError: EBADMSG: one is not what was put.
+        """
+        ahead: Future | None = None
+        for name in names:
+            under_way, ahead = ahead, self.store.get_async(name)
+            if under_way is not None:
+                under_way.result()
+        if ahead is not None:
+            ahead.result()
 
     def file_map(self, nbytes: int) -> tuple[Any, Tensor]:
         """Return memory in which records can be shown; see `deepspeed_ext.io.file_map`."""

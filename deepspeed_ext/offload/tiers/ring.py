@@ -197,6 +197,10 @@ class Ring:
             self._is_told = True
             raise refusal(self.error, self.records.store.durable) from self.error
 
+    def check_process(self) -> None:
+        """Raise RuntimeError if this is a fork."""
+        self._process.check()
+
     def check_open(self) -> None:
         """Raise RuntimeError if state cannot be looked at any more, or this is a fork."""
         self._process.check()
@@ -259,8 +263,13 @@ class Ring:
         while not self._slabs():
             if self._writes:
                 self._collect_one()
-            else:
+            elif self._reads:
                 self._drop(next(iter(self._reads)))
+            else:
+                raise RuntimeError(
+                    "OffloadOptimizer: all memory of the ring is in use elsewhere, expected calls"
+                    " of one thread at a time"
+                )
         self.check()
 
     def _read(self, place: Place) -> _Read:
