@@ -197,9 +197,9 @@ def check_nvme(
     if device == "nvme" and path is None:
         raise ValueError(f"{name}: nvme_path is None, expected a folder with device='nvme'")
     of_disks = {"nvme_path": path, "nvme_fraction": fraction, "durable": durable or None}
-    for given, value in {"durable": durable, "resume": resume}.items():
-        if not isinstance(value, bool):
-            raise TypeError(f"{name}: {given} is {value!r}, expected True or False")
+    for given, flag in {"durable": durable, "resume": resume}.items():
+        if not isinstance(flag, bool):
+            raise TypeError(f"{name}: {given} is {flag!r}, expected True or False")
     for given, value in of_disks.items():
         if device == "cpu" and value is not None:
             raise ValueError(f"{name}: {given} is given, expected device='nvme' with it")
