@@ -65,11 +65,6 @@ class Plans:
         self._entries: list[object] = []
         self._ready: list[Bucket] = []  # which may hold what is being loaded
 
-    @property
-    def made(self) -> object:
-        """What is another object when plans were made again; None: they will be."""
-        return self._plans
-
     def drop(self) -> None:
         """Forget everything, flat buffers included; the state still has views of them."""
         self._plans = None
