@@ -5,6 +5,7 @@ import shutil
 import pytest
 import torch
 import torch.distributed as dist
+from process_groups import with_long
 from processes import Case
 from sharded_cases import Net, Row, full, mesh_of
 from torch.distributed.fsdp import fully_shard
@@ -169,7 +170,7 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda c: f"{c.function}-{c.row}-{c.world}")
+@pytest.mark.parametrize("case", with_long(CASES, "resumes-cpu-4"))
 def test_processes(case, groups):
     if case.row == "cuda" and torch.cuda.device_count() < case.world:
         pytest.skip(f"needs {case.world} CUDA GPUs")

@@ -202,7 +202,9 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("case", with_long(CASES, "loads-01-4", "memory-compact-4"))
+@pytest.mark.parametrize(
+    "case", with_long(CASES, "loads-01-4", "memory-master-2", "memory-compact-4")
+)
 def test_processes(case, groups):
     if case.function == "loads":
         groups["cpu"].run(Case(SOURCE[case.world], "saves", case.row), "cpu")

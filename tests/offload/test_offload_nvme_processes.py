@@ -250,8 +250,9 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(
-    "case", with_long(CASES, *(f"parity-{row}-4" for row in RUNS if row not in SHORT))
-)
+LONG = [f"parity-{row}-{world}" for row in RUNS if row not in SHORT for world in (2, 4)]
+
+
+@pytest.mark.parametrize("case", with_long(CASES, *LONG))
 def test_processes(case, groups):
     groups["cpu"].run(case, "cpu")
