@@ -4,6 +4,7 @@ import errno
 import os
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -103,10 +104,11 @@ class Disk:
             raise RuntimeError(
                 f"{self._title}: commit is called {got}, expected an open one with durable=True"
             )
-        buckets = _settled_buckets(pipeline)
-        others = _others(pipeline, buckets)
-        made = partial(describe, groups=groups, model=model, buckets=buckets, others=others)
-        self.commits.write(self.ring, made, extra)
+        with self.ring.turn():
+            buckets = _settled_buckets(pipeline)
+            others = _others(pipeline, buckets)
+            made = partial(describe, groups=groups, model=model, buckets=buckets, others=others)
+            self.commits.write(self.ring, made, extra)
 
     def restore(
         self,
@@ -151,6 +153,11 @@ def commit(
         )
     with torch.no_grad():
         disk.commit(pipeline, groups, model, extra)
+
+
+def turn(disk: Disk | None) -> AbstractContextManager[object]:
+    """Let one thread at a time step or commit."""
+    return nullcontext() if disk is None else disk.ring.turn()
 
 
 def restore_options(disk: Disk | None, groups: list[dict[str, Any]]) -> None:

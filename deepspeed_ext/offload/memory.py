@@ -13,3 +13,8 @@ class Memory(NamedTuple):
 
     shadow: int
     gradients: int | None = None
+
+    @property
+    def spare(self) -> int:
+        """`shadow`, by its older name."""
+        return self.shadow

@@ -14,7 +14,7 @@ from torch.optim.optimizer import ParamsT
 from deepspeed_ext.offload.bucket_states import OffloadedBucket
 from deepspeed_ext.offload.copies import Recorder
 from deepspeed_ext.offload.copying import copied, rebuilt
-from deepspeed_ext.offload.disk import Disk, check_nvme, commit, restore_options
+from deepspeed_ext.offload.disk import Disk, check_nvme, commit, restore_options, turn
 from deepspeed_ext.offload.hooks import Remove, before_forward, check_model, let_go, on_gradient
 from deepspeed_ext.offload.host_optimizer import offloaded
 from deepspeed_ext.offload.memory_estimate import (
@@ -263,7 +263,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
                 f"{type(self).__name__}: free_grads is True, expected False with GradScaler, which "
                 "looks at the gradients; zero.LossScaler does not"
             )
-        with torch.no_grad():
+        with torch.no_grad(), turn(self._disk):
             self._pipeline.finish()
             self._watch()
             if not self._host_optimizer.state and self._pipeline.is_dry_step():

@@ -203,6 +203,7 @@ def test_it_is_refused_only_if_it_cannot_fit(monkeypatch: pytest.MonkeyPatch) ->
     tight = estimate(parameters(F32))
     assert tight.needed_bytes == tight.available
     assert tight.host["steps ahead"] == 0
+    assert tight.memory.spare == tight.memory.shadow
     OffloadOptimizer(parameters(F32)).close()
 
 

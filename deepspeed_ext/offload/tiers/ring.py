@@ -4,7 +4,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import NamedTuple
 
 from torch import Tensor
@@ -58,6 +58,7 @@ class Ring:
     def __init__(self, records: Records, slab_bytes: int, slabs: int) -> None:
         self.records, self.slab_bytes = records, slab_bytes
         self._lock = threading.RLock()  # hooks of backward read ahead while the worker steps
+        self._turn = threading.RLock()
         self._count = slabs
         self._free: list[Tensor] | None = None
         self._reads: dict[Place, _Read] = {}  # the oldest first
@@ -160,7 +161,7 @@ class Ring:
             self.finish()
             self.check()
             slabs = self._slabs()
-            while len(slabs) < min(_LENT, self._count):
+            while self._reads and len(slabs) < min(_LENT, self._count):
                 place = next(reversed(self._reads))
                 self._next = min(self._next, self._index[place])
                 self._drop(place)
@@ -196,6 +197,10 @@ class Ring:
         if self.error is not None:
             self._is_told = True
             raise refusal(self.error, self.records.store.durable) from self.error
+
+    def turn(self) -> AbstractContextManager[object]:
+        """Let one thread at a time step or commit. A fork, which is refused, waits for none."""
+        return nullcontext() if self._process.is_foreign() else self._turn
 
     def check_process(self) -> None:
         """Raise RuntimeError if this is a fork."""
@@ -263,13 +268,8 @@ class Ring:
         while not self._slabs():
             if self._writes:
                 self._collect_one()
-            elif self._reads:
-                self._drop(next(iter(self._reads)))
             else:
-                raise RuntimeError(
-                    "OffloadOptimizer: all memory of the ring is in use elsewhere, expected calls"
-                    " of one thread at a time"
-                )
+                self._drop(next(iter(self._reads)))
         self.check()
 
     def _read(self, place: Place) -> _Read:
