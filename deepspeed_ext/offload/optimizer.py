@@ -43,6 +43,7 @@ from deepspeed_ext.torch_internals.modules import load_hooks_of
 from deepspeed_ext.torch_internals.tensors import is_watched_in_backward, past_torch_function
 
 Group = dict[str, Any]
+_rebuilt = rebuilt  # as pickles name it that were made before it had a module of its own
 
 
 class OffloadOptimizer(torch.optim.Optimizer):

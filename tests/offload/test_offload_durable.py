@@ -1,18 +1,16 @@
 """Commits of state on disk: what resumes is what was committed, bit for bit."""
 
-import copy
 import errno
 import json
 import os
-import pickle
 import re
-import threading
 from pathlib import Path
 
 import pytest
 import torch
 import warm_python
-from offload_cases import FORMATS, KINDS
+from durable_net import BUDGET, Net, folder as folder, opened, train, values
+from offload_cases import FORMATS
 from optim_cases import BF16, F32, assert_same_bits, on_each_device
 from torch import nn
 from torch.nn import Parameter
@@ -20,77 +18,8 @@ from torch.nn import Parameter
 from deepspeed_ext.io import TensorStore
 from deepspeed_ext.io.engine.async_io import AsyncIO
 from deepspeed_ext.offload import OffloadOptimizer, estimate
-from deepspeed_ext.offload.bucket import HostBucket
-from deepspeed_ext.offload.tiers.stream import StreamWriter
 
-BUDGET = 16 << 20
 COMMITTED, LAST = 3, 6  # steps
-
-
-class Net(nn.Module):
-    """Layers with buffers, a tied weight, one that is frozen, one that has no gradient."""
-
-    def __init__(self, device="cpu", dtype=F32, width=400):
-        super().__init__()
-        torch.manual_seed(0)
-        self.first = nn.Linear(300, width)
-        self.norm = nn.BatchNorm1d(width)
-        self.last = nn.Linear(width, 300)
-        self.frozen = nn.Linear(300, 300).requires_grad_(False)
-        self.tied = nn.Linear(300, width, bias=False)
-        self.tied.weight = self.first.weight
-        self.unused = Parameter(torch.randn(70_000))
-        self.permuted = Parameter(torch.randn(30, 300).t())
-        self.to(device, dtype)
-
-    def forward(self, x):
-        hidden = torch.tanh(self.norm(self.first(x)) + self.tied(x))
-        return self.frozen(self.last(hidden)) @ self.permuted
-
-
-@pytest.fixture
-def folder(tmp_path):
-    return tmp_path
-
-
-def opened(net, folder, kind="adam", resume=True, fraction=1.0, **options):
-    """Return a durable optimizer of two groups."""
-    chosen = {"memory_budget": BUDGET, "nvme_fraction": fraction} | KINDS[kind].options | options
-    params = list(net.parameters())
-    return OffloadOptimizer(
-        [{"params": params[:2]}, {"params": params[2:], "lr": 3e-3}],
-        KINDS[kind].offloaded,
-        model=net,
-        device="nvme",
-        nvme_path=folder,
-        durable=True,
-        resume=resume,
-        **chosen,
-    )
-
-
-def train(net, optimizer, first, last):
-    for step in range(first, last + 1):
-        generator = torch.Generator().manual_seed(step)
-        param = net.first.weight
-        x = torch.randn(8, 300, generator=generator).to(param.device, param.dtype)
-        net(x).float().pow(2).mean().backward()
-        for group in optimizer.param_groups:
-            group["lr"] = group["lr"] * 0.9
-        optimizer.step()
-        optimizer.zero_grad()
-
-
-def values(net, optimizer):
-    """Return copies of weights, buffers and state, which are in no order of time any more."""
-    optimizer.synchronize()
-    found = [value.detach().clone() for value in net.state_dict().values()]
-    for group in optimizer.param_groups:
-        for param in group["params"]:
-            entry = optimizer.state.get(param, {})
-            state = [entry[key] for key in sorted(entry)]
-            found += [value.clone() for value in state if isinstance(value, torch.Tensor)]
-    return found
 
 
 @on_each_device
@@ -312,38 +241,6 @@ def test_damage_is_seen(kind, folder):
         opened(Net(), folder)
 
 
-def test_a_scheduler_that_resumes(folder):
-    """To make one sets the learning rate, which its own state does not have."""
-
-    def made(net):
-        optimizer = opened(net, folder)
-        scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, 0.1, total_iters=10)
-        if optimizer.committed is not None:
-            scheduler.load_state_dict(optimizer.committed["scheduler"])
-        optimizer.restore_options()
-        return optimizer, scheduler
-
-    def run(net, optimizer, scheduler, first, last):
-        for step in range(first, last + 1):
-            net.last.weight.grad = torch.full_like(net.last.weight, step)
-            optimizer.step()
-            scheduler.step()
-
-    net = Net()
-    optimizer, scheduler = made(net)
-    run(net, optimizer, scheduler, 1, 3)
-    optimizer.commit(scheduler=scheduler.state_dict())
-    run(net, optimizer, scheduler, 4, 6)
-    expected, rates = values(net, optimizer), [g["lr"] for g in optimizer.param_groups]
-    optimizer.close()
-    net = Net()
-    optimizer, scheduler = made(net)
-    run(net, optimizer, scheduler, 4, 6)
-    assert_same_bits(values(net, optimizer), expected)
-    assert [g["lr"] for g in optimizer.param_groups] == rates
-    optimizer.close()
-
-
 @pytest.mark.parametrize(
     ("options", "text"),
     [
@@ -417,87 +314,6 @@ def test_state_that_is_written_before_the_first_step(folder):
         state = optimizer.state[net.last.weight]
         torch.testing.assert_close(state["exp_avg"], torch.full_like(net.last.weight, 2.7))
         torch.testing.assert_close(state["exp_avg_sq"], torch.full_like(net.last.weight, 3.996))
-
-
-def test_another_thread_commits(folder):
-    """While this one steps: each of its commits is of one step."""
-    net = Net(width=60)
-    optimizer = opened(net, folder)
-    train(net, optimizer, 1, 1)
-    failures, over = [], threading.Event()
-
-    def commit():
-        try:
-            while not over.is_set():
-                optimizer.commit(count=int(optimizer.state[net.last.weight]["step"]))
-        except BaseException as error:
-            failures.append(error)
-
-    thread = threading.Thread(target=commit)
-    thread.start()
-    try:
-        for _ in range(25):
-            net.last.weight.grad = torch.ones_like(net.last.weight)
-            optimizer.step()
-    finally:
-        over.set()
-        thread.join()
-    assert failures == []
-    expected = values(net, optimizer)
-    optimizer.commit(count=26)
-    optimizer.close()
-    again = Net(width=60)
-    with opened(again, folder) as optimizer:
-        assert optimizer.committed == {"count": 26}
-        assert_same_bits(values(again, optimizer), expected)
-
-
-def test_steps_and_commits_take_turns(folder, monkeypatch):
-    """Nobody else comes in while one of them is under way."""
-    net = Net(width=60)
-    with opened(net, folder) as optimizer:
-        entered = []
-
-        def tried(original):
-            def call(*args, **named):
-                turn = optimizer._disk.ring._turn
-                other = threading.Thread(
-                    target=lambda: entered.append(turn.acquire(blocking=False))
-                )
-                other.start()
-                other.join()
-                return original(*args, **named)
-
-            return call
-
-        for owner, name in ((StreamWriter, "append"), (HostBucket, "_step_part")):
-            monkeypatch.setattr(owner, name, tried(getattr(owner, name)))
-        train(net, optimizer, 1, 1)
-        steps = len(entered)
-        optimizer.commit()
-        assert len(entered) > steps > 0 and not any(entered)
-
-
-def test_copies_are_scratch(folder):
-    """They have its state, and no folder: a commit is the original's alone."""
-    net = Net()
-    with opened(net, folder) as optimizer:
-        train(net, optimizer, 1, 2)
-        optimizer.commit(step=2)
-        expected = values(net, optimizer)
-        for made in (copy.deepcopy(optimizer), pickle.loads(pickle.dumps(optimizer))):
-            assert made.committed is None
-            params = [param for group in made.param_groups for param in group["params"]]
-            own = [param for group in optimizer.param_groups for param in group["params"]]
-            for param, other in zip(params, own, strict=True):
-                assert torch.equal(param, other)
-                for key, value in optimizer.state.get(other, {}).items():
-                    assert torch.equal(made.state[param][key], value)
-            with pytest.raises(RuntimeError, match="commit is called of a scratch store"):
-                made.commit()
-            made.close()
-        assert_same_bits(values(net, optimizer), expected)
-        optimizer.commit(step=3)
 
 
 def test_a_store_of_something_else(folder):

@@ -18,6 +18,7 @@ from torch.nn import Parameter
 
 from deepspeed_ext import zero
 from deepspeed_ext.io import AsyncIO
+from deepspeed_ext.io.checkpoint import packed_writer
 from deepspeed_ext.offload import OffloadOptimizer
 from deepspeed_ext.optim import formats
 from deepspeed_ext.zero.checkpoint import data_file, reading, storage
@@ -150,7 +151,7 @@ def memory(row, folder):
     small = partial(AsyncIO, block_size=1 << 18, queue_depth=4)  # else it has 64 MiB for itself
     with (
         mock.patch.object(storage, "AsyncIO", lambda **_: small()),
-        mock.patch.object(data_file, "HELD_BYTES", budget),
+        mock.patch.object(packed_writer, "HELD_BYTES", budget),
         mock.patch.object(data_file, "_HELD_PARTS", budget),
         mock.patch.object(reading, "_HELD", budget),
         mock.patch.object(formats, "_AT_ONCE", 1 << 16),

@@ -18,6 +18,7 @@ from zero_cases import Net, home, loss_of, whole
 import deepspeed_ext
 from deepspeed_ext import zero
 from deepspeed_ext.compat import zero as compat
+from deepspeed_ext.compat.parameters import safe_set_full_fp32_param
 from deepspeed_ext.compat.zero import ZeroParamStatus
 from deepspeed_ext.dtensors import local
 from deepspeed_ext.zero.memory import give_back
@@ -190,8 +191,11 @@ def filled(row, folder):
     torch.manual_seed(0)
     with torch.device(home()):
         plain = layers()
+    drawn = [param.detach().clone() for param in plain.parameters()]
     engines = [deepspeed_ext.initialize(model=each, config=given)[0] for each in (model, plain)]
     init.fill(model)
+    for param, value in zip(engines[1].parameters(), drawn, strict=True):  # which began rounded
+        safe_set_full_fp32_param(param, value)
     for number in range(2):
         for engine in engines:
             engine.backward(engine(torch.full((4, 6), 1.0 + number)).square().mean())

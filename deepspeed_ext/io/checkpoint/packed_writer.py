@@ -26,14 +26,14 @@ class PackedWriter:
         engine: that writes.
         file: that is written, from its beginning.
         page: bytes, what requests are multiples of.
-        held: bytes under way.
+        held: bytes under way, HELD_BYTES if None.
     """
 
-    def __init__(self, engine: AsyncIO, file: File, page: int, held: int = HELD_BYTES) -> None:
+    def __init__(self, engine: AsyncIO, file: File, page: int, held: int | None = None) -> None:
         self._engine = engine
         self._file = file
         self._page = page
-        self._window = Window(held)
+        self._window = Window(HELD_BYTES if held is None else held)
         self._position = 0  # in the file, of the next byte to come
         self._parts: list[Tensor] = []  # that are not written yet
         self._packed = 0  # their bytes

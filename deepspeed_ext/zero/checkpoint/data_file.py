@@ -10,7 +10,7 @@ from torch import Tensor
 from deepspeed_ext.io import AsyncIO
 from deepspeed_ext.io.checkpoint.format import make_header
 from deepspeed_ext.io.checkpoint.new_file import NewFile
-from deepspeed_ext.io.checkpoint.packed_writer import HELD_BYTES, PackedWriter
+from deepspeed_ext.io.checkpoint.packed_writer import PackedWriter
 from deepspeed_ext.io.checkpoint.saved_tensors import lay_out
 from deepspeed_ext.io.store.checks import checksum_of
 from deepspeed_ext.io.tensors import byte_view, plain
@@ -53,7 +53,7 @@ def write(
         header = make_header(entries, {}, page)
         new.reserve(len(header) + max((entry.end for entry in entries.values()), default=0))
         # What is under way is memory of its own where it is made part by part.
-        writer = PackedWriter(engine, new.file, page, HELD_BYTES if read is None else _HELD_PARTS)
+        writer = PackedWriter(engine, new.file, page, None if read is None else _HELD_PARTS)
         try:
             writer.add(torch.frombuffer(bytearray(header), dtype=torch.uint8))
             for name, entry in entries.items():
