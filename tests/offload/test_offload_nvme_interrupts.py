@@ -117,7 +117,7 @@ def test_a_fork_in_the_middle_of_a_step(tmp_path):
 class Interrupt:
     """KeyboardInterrupt at one of the points where a signal is looked for, of those in our code.
 
-    That is after a call, at the beginning of a function, and where a loop goes on.
+    That is in a call, at the beginning of a function, and where a loop goes on.
 
     Args:
         at: which of these points in the order in which the main thread comes to them.
@@ -158,11 +158,25 @@ class Interrupt:
 
 
 def _points(code):
+    """Yield where to raise as a signal's handler would: the handlers of errors are the same there.
+
+    Python looks for signals within a call. What comes next may be behind the end of a `with`, of
+    which the call is the last in it: there nobody would let go of a lock.
+    """
+    bytecode = dis.Bytecode(code)
+
+    def handler(offset):
+        ranges = (e for e in bytecode.exception_entries if e.start <= offset < e.end)
+        return next((entry.target for entry in ranges), None)
+
     before = None
-    for instruction in dis.get_instructions(code):
-        if before in ("RESUME", "CALL", "CALL_FUNCTION_EX", "JUMP_BACKWARD"):
+    for instruction in bytecode:
+        if instruction.opname == "JUMP_BACKWARD":
             yield instruction.offset
-        before = instruction.opname
+        elif before is not None and before.opname in ("RESUME", "CALL", "CALL_FUNCTION_EX"):
+            if handler(before.offset) == handler(instruction.offset):
+                yield instruction.offset
+        before = instruction
 
 
 def entries(optimizer, params):
