@@ -267,6 +267,8 @@ def main(arguments: list[str] | None = None) -> int:
         parser.add_argument(f"--{name}", type=int, default=value, help="default: %(default)s")
     parser.add_argument("--timeline", type=Path, metavar="PATH", help="draw one step, no more")
     parser.add_argument("--state", choices=FORMATS, default="fp32", help="of the timeline")
+    parser.add_argument("--nvme-path", metavar="DIR", help="the timeline's state rests there")
+    parser.add_argument("--memory-budget", default="1GiB", help="of these")
     add_option(parser)
     options = parser.parse_args(arguments)
     wanted = options.rows.split(",")
@@ -277,10 +279,13 @@ def main(arguments: list[str] | None = None) -> int:
     size = replace(Size(), **{name: getattr(options, name) for name in vars(Size())})
     described = introduced(options.device, model=f"{size}")
     if options.timeline is not None:
+        where = {}
+        if options.nvme_path is not None:
+            where = {"device": "nvme", "nvme_path": options.nvme_path, "nvme_fraction": 1.0}
+            where |= {"memory_budget": options.memory_budget}
         with tqdm(total=offload_picture.STEPS, desc="steps", disable=None) as progress:
-            offload_picture.draw(
-                size, options.device, options.state, options.timeline, progress.update
-            )
+            drawn = (options.state, options.timeline, progress.update)
+            offload_picture.draw(size, options.device, *drawn, where)
         print(f"drawn: {options.timeline}")
         return 0
     rows = [ROWS[name] for name in ROWS if name.startswith(tuple(wanted))]

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from benchmarks.offload_contenders import FORMATS, NUMBERS
 from benchmarks.offload_model import Size, make_data, make_model
@@ -13,7 +14,9 @@ _FORWARD, _BACKWARD = "forward", "backward"
 STEPS = _WARM_UP + _RECORDED
 
 
-def draw(size: Size, device: str, form: str, path: Path, advance: Callable[[], object]) -> None:
+def draw(
+    size: Size, device: str, form: str, path: Path, advance: Callable[[], object], where: Any
+) -> None:
     """Take some steps and draw one of them.
 
     Args:
@@ -22,10 +25,12 @@ def draw(size: Size, device: str, form: str, path: Path, advance: Callable[[], o
         form: of the state.
         path: of the picture.
         advance: is called for each step.
+        where: options that say where state rests.
     """
     model, data = make_model(size, device), make_data(size, device)
     numel = sum(param.numel() for param in model.parameters())
-    with OffloadOptimizer(model.parameters(), model=model, **NUMBERS, **FORMATS[form]) as optimizer:
+    options = NUMBERS | FORMATS[form] | where
+    with OffloadOptimizer(model.parameters(), model=model, **options) as optimizer:
 
         def step(timeline: Timeline) -> None:
             with timeline.span(_FORWARD):

@@ -13,8 +13,9 @@ from deepspeed_ext.io import PinnedPool
 from deepspeed_ext.ops.optimizers.fingerprint import fingerprints
 
 Event = torch.cuda.Event
-# What a timeline calls copies, and steps on the host.
+# What a timeline calls copies, transfers of a disk, and steps on the host.
 OUT, BACK = "gradients out", "weights in"
+FROM_DISK, TO_DISK = "state from disk", "state to disk"
 SPECULATIVE, REQUESTED = "speculative steps", "requested steps"
 # Weights of so many steps are queued for the device: what is wanted first may come last.
 _MOST_RETURNING = 8

@@ -350,9 +350,11 @@ class Pipeline:
         }
 
     def record(self, recorder: Recorder | None) -> None:
-        """Tell a recorder of copies and steps from now on; None ends that."""
+        """Tell a recorder of copies, transfers and steps from now on; None ends that."""
         for streams in self._streams.values():
             streams.recorder = recorder
+        if self.ring is not None:
+            self.ring.records.recorder = recorder
 
     def finish(self) -> None:
         """Wait until the last step is over, and let the current streams wait for its weights.

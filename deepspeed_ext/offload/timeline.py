@@ -1,4 +1,4 @@
-"""A picture of a step: copies, steps in host memory, forward and backward, side by side."""
+"""A picture of a step: copies, the disk, steps in host memory, forward and backward."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -8,13 +8,15 @@ from typing import NamedTuple
 
 import torch
 
-from deepspeed_ext.offload.copies import BACK, OUT, REQUESTED, SPECULATIVE
+from deepspeed_ext.offload.copies import BACK, FROM_DISK, OUT, REQUESTED, SPECULATIVE, TO_DISK
 from deepspeed_ext.offload.optimizer import OffloadOptimizer
 
 _COLORS = {
     OUT: "tab:orange",
+    FROM_DISK: "tab:olive",
     SPECULATIVE: "tab:green",
     REQUESTED: "tab:red",
+    TO_DISK: "tab:brown",
     BACK: "tab:purple",
 }
 _OTHERS = ("tab:blue", "tab:cyan", "tab:gray")  # for what users name
@@ -44,7 +46,7 @@ class Timeline:
     """Records what an offloaded optimizer does while the context lasts.
 
     The optimizer has taken a step before. Copies and what `span` encloses are timed by the device,
-    without waiting for it; steps in host memory by the host.
+    without waiting for it; steps in host memory, and transfers of a disk, by the host.
 
     Args:
         optimizer: whose copies and steps are recorded.

@@ -174,8 +174,8 @@ def _points(code):
         if instruction.opname == "JUMP_BACKWARD":
             yield instruction.offset
         elif before is not None and before.opname in ("RESUME", "CALL", "CALL_FUNCTION_EX"):
-            if handler(before.offset) == handler(instruction.offset):
-                yield instruction.offset
+            is_same = handler(before.offset) == handler(instruction.offset)
+            yield from [instruction.offset] if is_same else []
         before = instruction
 
 

@@ -57,6 +57,29 @@ def test_a_record_has_all_that_went_on(device: str, monkeypatch: pytest.MonkeyPa
     assert spans == sorted(spans, key=lambda span: span.begin)
 
 
+@pytest.mark.parametrize("durable", [False, True])
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_record_has_each_transfer_of_a_disk(device: str, durable: bool, tmp_path: Path) -> None:
+    """A piece is read, stepped by, and written, in this order; other pieces are, meanwhile."""
+    model = model_on(device)
+    where = {"device": "nvme", "nvme_path": tmp_path, "memory_budget": 2 << 20, "durable": durable}
+    with OffloadOptimizer(model.parameters(), model=model, nvme_fraction=1.0, **where) as optimizer:
+        take_steps(model, optimizer, Timeline(optimizer), 2)
+        before = optimizer.stats()
+        with Timeline(optimizer) as timeline:
+            take_steps(model, optimizer, timeline, 2)
+            optimizer._pipeline.finish_disk()
+        spans, stats = timeline.spans(), optimizer.stats()
+    named = {name: [s for s in spans if s.name == name] for name in {s.name for s in spans}}
+    written, steps = named["state to disk"], named["requested steps"]
+    assert len(written) == len(steps) == 2
+    assert stats["bytes_written"] > before["bytes_written"]
+    for number, step in enumerate(steps):
+        assert step.end <= written[number].begin
+    assert all(span.begin <= span.end for span in spans)
+    assert any(span.end <= steps[1].begin for span in named["state from disk"])
+
+
 @pytest.mark.parametrize("device", DEVICES)
 def test_times_of_host_and_device_go_together(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A gradient leaves after backward has begun, is then stepped by, and the weight returns."""

@@ -3,15 +3,18 @@
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future as Begun, ThreadPoolExecutor
 from contextlib import suppress
+from functools import partial
+from time import perf_counter
 from typing import Any, Protocol
 
 from torch import Tensor
 
 from deepspeed_ext.io import Future, TensorStore
 from deepspeed_ext.io.file_map import file_map
+from deepspeed_ext.offload.copies import FROM_DISK, TO_DISK, Recorder
 
 
 class Transfer(Protocol):
@@ -26,6 +29,9 @@ class Transfer(Protocol):
     def exception(self) -> BaseException | None:
         """Wait until it is, and return that."""
 
+    def add_done_callback(self, fn: Callable[[Any], object]) -> object:
+        """Call a function when it is over."""
+
 
 class Records:
     """Names in a store, each with as many holders as it has; one that has none is deleted.
@@ -36,10 +42,14 @@ class Records:
 
     Args:
         store: has the records; it is closed with this.
+
+    Attributes:
+        recorder: is told of transfers, if there is one.
     """
 
     def __init__(self, store: TensorStore) -> None:
         self.store = store
+        self.recorder: Recorder | None = None
         self._holders: Counter[str] = Counter()
         # Reentrant: the collector may drop state, which gives records back, in the middle of it.
         self._lock = threading.RLock()
@@ -80,13 +90,19 @@ class Records:
     def put(self, name: str, record: Tensor) -> Transfer:
         """Start to write a record, which must not change until it is done."""
         if self._putting is None:
-            return self.store.put_async(name, record)
-        return _Put(self._putting.submit(self.store.put_async, name, record))
+            return self._noted(TO_DISK, self.store.put_async(name, record))
+        return self._noted(TO_DISK, _Put(self._putting.submit(self.store.put_async, name, record)))
 
     def get(self, name: str, out: Tensor) -> Transfer:
         """Start to read a record; one that is written now is to be awaited first."""
-        future = self.store.get_async(name, out)
+        future = self._noted(FROM_DISK, self.store.get_async(name, out))
         return future if self._checking is None else self._checking.submit(future.result)
+
+    def _noted(self, what: str, transfer: Transfer) -> Transfer:
+        if (recorder := self.recorder) is not None:
+            note = partial(recorder.note, what, perf_counter())
+            transfer.add_done_callback(lambda _: note(perf_counter()))
+        return transfer
 
     def verify(self, names: Sequence[str]) -> None:
         """Read records of a durable store, one ahead of the other, and compare their checksums.
@@ -139,6 +155,13 @@ class _Put:
 
     def exception(self) -> BaseException | None:
         return self._begun.exception() or self._begun.result().exception()
+
+    def add_done_callback(self, fn: Callable[[Any], object]) -> None:
+        def when_begun(begun: "Begun[Future]") -> None:
+            if begun.exception() is None:
+                begun.result().add_done_callback(fn)
+
+        self._begun.add_done_callback(when_begun)
 
 
 def _serial_of(name: str) -> int:
