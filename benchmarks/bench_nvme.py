@@ -4,7 +4,9 @@ A step reads all state and writes all state. Nobody is faster than the slower of
 memory and of a loop that reads and writes as many bytes at the same time, at the best of some
 depths and sizes. A commit writes the weights, beside which stands a loop that writes as many bytes.
 All take turns in one process. With --layers whole steps of a model are taken, some in a row, as the
-first pieces are read while backward runs, and the last ones written during the next forward.
+first pieces are read while backward runs, and the last ones written during the next forward. With
+--company a thread of Python computes beside steps: what it costs is what it adds to a process that
+takes a processor and no more.
 """
 
 import argparse
@@ -19,6 +21,7 @@ from torch import nn
 from torch.nn import Parameter
 from tqdm import tqdm
 
+from benchmarks.company import beside_process, beside_thread
 from benchmarks.harness import Contender, measure
 from benchmarks.offload_model import Size, make_data, make_model
 from benchmarks.results import Result, add_option, introduced, keep, show
@@ -154,6 +157,7 @@ def main() -> None:
     parser.add_argument("--share", type=float, default=8, help="state is so many times the budget")
     parser.add_argument("--path", default=tempfile.gettempdir(), help="a folder on the disk")
     parser.add_argument("--loop", choices=PIECES, help="pieces of loops, if only one kind")
+    parser.add_argument("--company", action="store_true", help="Python computes beside steps")
     parser.add_argument("--rounds", type=int, default=5)
     options = parser.parse_args()
     described = introduced(options.device)
@@ -194,6 +198,13 @@ def main() -> None:
                 Contender("in memory", stack.enter_context(made()).step),
                 Contender("commit", durable.commit),
                 *disk.contenders("writes", writes, committed),
+            ]
+        if options.company:
+            step = stepping(on_disk) if model is None else partial(steps, on_disk)
+            contenders = [
+                Contender("alone", step),
+                Contender("beside a thread", beside_thread(step, stack)),
+                Contender("beside a process", beside_process(step, stack)),
             ]
         contenders += disk.contenders("loop", loop, state, times)
         if options.loop is not None:

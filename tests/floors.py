@@ -86,7 +86,7 @@ ROOMS = {  # inside of a package, likewise; its __init__ may import all
         ("timeline",),
     ),
     "offload/tiers": (
-        ("records",),
+        ("prompt_switches", "records"),
         ("disk_state", "stream"),
         ("contents", "ring", "room"),
         ("commits", "nvme"),

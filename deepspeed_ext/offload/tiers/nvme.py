@@ -12,6 +12,7 @@ from deepspeed_ext.offload.copies import REQUESTED, Copy, Event
 from deepspeed_ext.offload.host_optimizer import flat_range
 from deepspeed_ext.offload.seals import seal, stamps_of
 from deepspeed_ext.offload.tiers.disk_state import DiskState
+from deepspeed_ext.offload.tiers.prompt_switches import prompt_switches
 from deepspeed_ext.offload.tiers.ring import Ring, views_in
 from deepspeed_ext.optim.buckets import STEP, BucketView, follow
 from deepspeed_ext.optim.clipping import Scaling
@@ -64,7 +65,8 @@ class NvmeBucket(OffloadedBucket):
         """Take a step piece by piece; weights and state go back while others come."""
         arrival.check()
         try:
-            self._step_pieces(arrival, options, scaling, after)
+            with prompt_switches():
+                self._step_pieces(arrival, options, scaling, after)
         except BaseException as error:
             if self._is_whole:  # as in host memory, what was wrong can be put right
                 self._ring.put_back()
