@@ -141,8 +141,10 @@ ROOMS = {  # inside of a package, likewise; its __init__ may import all
         ("exporting", "importing", "reader"),
     ),
     "quantization": (
-        ("int4_tensors", "layout", "report"),
-        ("packing",),
+        ("layout", "report"),
+        ("packing", "stored_weight"),
+        ("compressed_tensors", "int4_tensors"),
+        ("published",),
         ("float8", "weight_view"),
         ("linear",),
         ("candidates",),

@@ -13,12 +13,12 @@ from deepspeed_ext.io import AsyncIO
 from deepspeed_ext.io.checkpoint.shards import Shards, read_json
 from deepspeed_ext.ops._renamed import refuse_renamed
 from deepspeed_ext.quantization.filling import fill
-from deepspeed_ext.quantization.int4_tensors import Int4Settings, read_int4, read_settings
+from deepspeed_ext.quantization.int4_tensors import Int4Settings, read_settings
 from deepspeed_ext.quantization.layout import WeightLayout, make_layout
 from deepspeed_ext.quantization.linear import NOTE
 
 _OP = "load_int4_checkpoint"
-_PARTS = ("qweight", "qzeros", "scales", "g_idx")
+_PARTS = Int4Settings.parts
 Layers = dict[str, tuple[WeightLayout, torch.dtype]]
 
 
@@ -89,15 +89,12 @@ def _add(
     root: Path,
 ) -> tuple[WeightLayout, torch.dtype]:
     """Give a state dict what QuantizedLinear has in one; return its layout and dtype."""
-    read = read_int4(f"{_OP}: {prefix} of {root}", tensors, settings)
-    weight, order = read.weight, read.order
-    layout = make_layout(
-        _OP, "int4", weight.shape, weight.group_size, False, input_format, order is not None
-    )
+    stored = settings.stored(f"{_OP}: {prefix} of {root}", tensors)
+    of, has_order = stored.layout, stored.order is not None
+    layout = make_layout(_OP, "int4", of.shape, of.group_size, False, input_format, has_order)
     dtype = tensors["scales"].dtype
-    made = {"codes": weight.codes, "scales": weight.scales, "offsets": weight.offsets}
-    made |= {"order": order, NOTE: layout.note(dtype)}
-    state.update({f"{prefix}.{name}": t for name, t in made.items() if t is not None})
+    made = stored.tensors() | {NOTE: layout.note(dtype)}
+    state.update({f"{prefix}.{name}": tensor for name, tensor in made.items()})
     return layout, dtype
 
 
