@@ -95,10 +95,13 @@ def read_settings(what: str, config: Any) -> Int4Settings:
     group_size = get("group_size", -1, int, "q_group_size")
     if group_size < 1 and group_size != -1:
         raise ValueError(f"{what} has group_size {group_size}, expected 1 or more, or -1")
+    _check_one_for_all(what, config, bits, group_size)
     packing = "gptq"
     if method == "gptq":
         packing = get("checkpoint_format", "gptq", str)
         one_of("checkpoint_format", packing, ("gptq", "gptq_v2"))
+        if config.get("is_marlin_format"):
+            raise ValueError(f"{what} has is_marlin_format true, expected false")
     else:
         one_of("version", get("version", "gemm", str).lower(), ("gemm",))
         if not get("zero_point", True, bool):
@@ -110,6 +113,28 @@ def read_settings(what: str, config: Any) -> Int4Settings:
         method == "gptq" and packing == "gptq",
         method == "gptq" and get("desc_act", False, bool),
     )
+
+
+def _check_one_for_all(what: str, config: dict[str, Any], bits: int, group_size: int) -> None:
+    """Refuse settings of single layers that say anything else."""
+    usual = {
+        "bits": bits,
+        "group_size": group_size,
+        "sym": config.get("sym", False),
+        "desc_act": config.get("desc_act", False),
+    }
+    of_layers = config.get("dynamic") or {}
+    if not isinstance(of_layers, dict):
+        raise ValueError(f"{what} has dynamic {of_layers!r:.100}, expected an object")
+    for pattern, settings in of_layers.items():
+        if str(pattern).startswith("-:"):  # layers that are floats
+            continue
+        for name, value in settings.items() if isinstance(settings, dict) else ():
+            if name in usual and value != usual[name]:
+                raise ValueError(
+                    f"{what} has {name} {value!r:.100} for layers {pattern!r:.100} in dynamic,"
+                    f" expected {usual[name]!r}, one for all layers"
+                )
 
 
 def _stored(
@@ -186,8 +211,12 @@ def _zeros(what: str, qzeros: Tensor, shape: tuple[int, int], settings: Int4Sett
     zeros = words_of(qzeros)
     # Files are about that name the first version and are of the second. What is symmetric has one
     # zero only, so that it does not matter.
-    if zeros.numel() and not zeros.is_meta and not any(
-        bool((zeros == one).all()) for one in (_ZERO_OF_SYMMETRIC, _ZERO_OF_SYMMETRIC - 1)
+    if (
+        zeros.numel()
+        and not zeros.is_meta
+        and not any(
+            bool((zeros == one).all()) for one in (_ZERO_OF_SYMMETRIC, _ZERO_OF_SYMMETRIC - 1)
+        )
     ):
         raise ValueError(
             f"{what} has qzeros of {int(zeros.min())} to {int(zeros.max())}, expected all 7, or"
