@@ -141,7 +141,7 @@ ROOMS = {  # inside of a package, likewise; its __init__ may import all
         ("exporting", "importing", "reader"),
     ),
     "quantization": (
-        ("layout", "report"),
+        ("layout", "parameters_on_meta", "report"),
         ("packing", "stored_weight"),
         ("compressed_tensors", "int4_tensors"),
         ("published",),

@@ -157,7 +157,7 @@ def check_asked(
             f"{_OP}: quantize is {quantize!r}, expected None, as the weights come quantized; for"
             " another format give the model of before that"
         )
-    if input_format is not None and packed is quantize is quantize_head is None:
+    if input_format is not None and packed is None and quantize is quantize_head is None:
         raise ValueError(f"{_OP}: input_format is {input_format!r}, expected None without quantize")
 
 
