@@ -1,4 +1,4 @@
-"""Models made without memory for parameters, but with their buffers: no file of others has these."""
+"""Models made without memory for parameters, but with buffers, which files may lack."""
 
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any

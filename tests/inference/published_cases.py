@@ -190,9 +190,9 @@ class Published:
             tensors |= {f"{name}.{part}": t for part, t in method.write(source).items()}
         tied = "lm_head.weight" if config.tie_word_embeddings else ""
         for name, tensor in model.state_dict().items():
-            if name.rpartition(".")[0] not in self.sources or not name.endswith(".weight"):
-                if name != tied:
-                    tensors[name] = tensor.contiguous()
+            is_packed = name.removesuffix(".weight") in self.sources
+            if not is_packed and name != tied:
+                tensors[name] = tensor.contiguous()
         self.config = config
         described = config.to_dict() | {"dtype": "float32", "quantization_config": method.config}
         folder.mkdir(exist_ok=True, parents=True)
