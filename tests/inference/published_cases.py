@@ -171,9 +171,10 @@ class Published:
         *,
         shares_order: bool = True,
         floats: tuple[str, ...] = (),
+        **changes: Any,
     ) -> None:
         self.folder, self.case = folder, case
-        config = config_of(case, **_SIZES.get(case, {}))
+        config = config_of(case, **(_SIZES.get(case, {}) | changes))
         model = filled(made(config, case))
         self.sources: dict[str, Source] = {}
         tensors = {}

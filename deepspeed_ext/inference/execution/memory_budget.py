@@ -124,9 +124,10 @@ def check_capacity(
     if budget.peak <= free:
         return
     whole, part = [], []
+    between = " with " if kinds else ""
     for kind in dict.fromkeys((quantize, *kinds)):
         other = budget if kind == quantize else budget_of(kind)
-        told = f"quantize={kind!r}"
+        told = f"quantize={kind!r}" if kinds else ""
         left = free - other.weights - other.working
         pages = left * max_batch * max_tokens // max(other.cache, 1) // PAGE
         if other.peak <= free:
@@ -134,14 +135,18 @@ def check_capacity(
         elif other.weights + other.reading <= free and pages > 0:
             batch = min(max_batch, pages)
             tokens = pages // batch * PAGE
-            part.append(f"{told} with max_batch={batch} and max_tokens={tokens}")
-    smallest = told if kinds else "fewer requests and tokens"
+            part.append(f"{told}{between}max_batch={batch} and max_tokens={tokens}")
     fits = " or ".join(part[:1] + whole[:1])
     raise MemoryError(
         f"init_inference: {device} has {_shown(free)} free, expected {_shown(budget.peak)}:"
         f" {_shown(budget.weights)} of weights, {_shown(budget.cache)} of keys and values for"
         f" max_batch {max_batch} x max_tokens {max_tokens}, and {_shown(budget.working)} to work"
-        f" with; " + (f"what fits is {fits}" if fits else f"nothing fits, not even {smallest}")
+        f" with; "
+        + (
+            f"what fits is {fits}"
+            if fits
+            else "nothing fits" + (f", not even {told}" if kinds else "")
+        )
     )
 
 

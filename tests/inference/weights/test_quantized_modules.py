@@ -204,7 +204,7 @@ def test_refuses() -> None:
 
     model.model.layers[0].mlp.up_proj.__class__ = Louder
     with pytest.raises(
-        TypeError, match="0.mlp.up_proj is a Louder, expected a QuantizedLinear its"
+        TypeError, match=r"0\.mlp\.up_proj is a Louder, expected a QuantizedLinear its"
     ):
         init_inference(model)
     model = quantized("llama", format="int4")
