@@ -141,8 +141,10 @@ ROOMS = {  # inside of a package, likewise; its __init__ may import all
         ("exporting", "importing", "reader"),
     ),
     "quantization": (
-        ("int4_tensors", "layout", "report"),
-        ("packing",),
+        ("layout", "parameters_on_meta", "report"),
+        ("packing", "stored_weight"),
+        ("compressed_tensors", "int4_tensors"),
+        ("published",),
         ("float8", "weight_view"),
         ("linear",),
         ("candidates",),
@@ -159,7 +161,13 @@ ROOMS = {  # inside of a package, likewise; its __init__ may import all
     "inference/model/policies": (
         ("bert", "bloom", "gemma", "gpt2", "gpt_neox", "llama", "opt", "phi"),
     ),
-    "inference/weights": (("float8", "host_memory"), ("loader",), ("quantize_on_load",)),
+    "inference/weights": (
+        ("float8", "host_memory"),
+        ("linear",),
+        ("packed_layers",),
+        ("loader",),
+        ("quantize_on_load",),
+    ),
     "inference/execution": (
         ("graphs", "page_table", "sampling", "to_device", "varlen_batch"),
         ("encoder", "kv_cache"),

@@ -65,10 +65,6 @@ class Settings:
                 raise ValueError(f"{_OP}: {name} is {value!r}, expected 1 to 2^31 - 1")
         if self.kv_dtype not in (None, "int8", "fp8"):
             raise ValueError(f"{_OP}: kv_dtype is {self.kv_dtype!r}, expected None, int8 or fp8")
-        if self.input_format is not None and self.quantize is self.quantize_head is None:
-            raise ValueError(
-                f"{_OP}: input_format is {self.input_format!r}, expected None without quantize"
-            )
         if self.policy is not None and not isinstance(self.policy, Policy):
             raise TypeError(
                 f"{_OP}: policy is {type(self.policy).__name__}, expected a Policy of"

@@ -1,5 +1,6 @@
 """init_inference: from a model to an engine."""
 
+import math
 import os
 from collections import Counter
 from collections.abc import Mapping
@@ -39,6 +40,13 @@ from deepspeed_ext.inference.serving.engine import InferenceEngine
 from deepspeed_ext.inference.serving.step_plan import CHUNK, PACKED
 from deepspeed_ext.inference.weights.host_memory import WeightMemory
 from deepspeed_ext.inference.weights.loader import Taker, Weights
+from deepspeed_ext.inference.weights.packed_layers import (
+    FolderLayers,
+    ModuleLayers,
+    PackedLayers,
+    check_asked,
+    quantized_in,
+)
 from deepspeed_ext.inference.weights.quantize_on_load import (
     Quantizer,
     bytes_of,
@@ -169,17 +177,23 @@ class _Source:
         tensors: without values in the case of a folder.
         folder: None for a module.
         buffers: of a module, those too that are no part of its state dict.
+        packed: which layers come quantized; None: none.
     """
 
     def __init__(self, model: nn.Module | str | os.PathLike[str]) -> None:
         self.folder: ModelFolder | None = None
         self.tensors: Mapping[str, Tensor] | Mapping[str, SavedTensor]
         self.buffers: Mapping[str, Tensor] = {}
+        self.packed: PackedLayers | None = None
+        self._layers: Mapping[str, QuantizedLinear] = {}
         if isinstance(model, nn.Module):
             _check_wrapper(model)
             self.config = _as_dict(getattr(model, "config", None))
             self._generation = _as_dict(getattr(model, "generation_config", None) or {})
             _check_layers(model)
+            self._layers = quantized_in(model)
+            if self._layers:
+                self.packed = ModuleLayers({n: each.layout for n, each in self._layers.items()})
             self.tensors = model.state_dict()
             _check_tensors(self.tensors)
             self.buffers = dict(model.named_buffers())
@@ -188,6 +202,8 @@ class _Source:
             self.config = self.folder.config
             self._generation = self.folder.generation_config
             self.tensors = self.folder.shards.tensors
+            if self.folder.packing is not None:
+                self.packed = FolderLayers(self.folder.packing, list(self.tensors), model)
         else:
             raise TypeError(
                 f"{_OP}: model is {type(model).__name__}, expected a module or the path of a folder"
@@ -202,7 +218,10 @@ class _Source:
         places = {  # those that are tied count once
             each.data_ptr() if isinstance(each, Tensor) else name: each
             for name, each in self.tensors.items()
+            if name.rpartition(".")[0] not in self._layers  # whose scales are float32
         }
+        for layer in {id(each): each for each in self._layers.values()}.values():
+            sizes[layer.dtype] += math.prod(layer.layout.shape) * layer.dtype.itemsize
         for each in places.values():
             if each.dtype is not None and each.dtype.is_floating_point:  # masks may be large
                 sizes[each.dtype] += each.nbytes
@@ -255,6 +274,8 @@ class _Loading:
             value = getattr(settings, name)
             if not self.of.causal and value is not None:
                 raise ValueError(f"{_OP}: {name} is {value!r}, expected None, as an encoder {what}")
+        asked = settings.quantize, settings.quantize_head, settings.input_format
+        check_asked(source.packed, *asked)
         self._asked: list[str] = []
         context = self.of.context or _USUAL_TOKENS
         self.max_tokens = settings.max_tokens or min(context, _USUAL_TOKENS)
@@ -266,8 +287,10 @@ class _Loading:
             As init_inference.
         """
         settings, source = self._settings, self._source
+        kinds = () if source.packed is not None else ("int8", "int4")
         check_capacity(
-            self._device, settings.quantize, settings.max_batch, self.max_tokens, self._budget
+            *(self._device, settings.quantize, settings.max_batch, self.max_tokens),
+            *(self._budget, kinds),
         )
         memory = WeightMemory() if self._device.type == "cpu" else None
         quantizers = self._quantizers(settings.quantize, settings.input_format, memory)
@@ -278,15 +301,13 @@ class _Loading:
             shards, names = source.folder.shards, self._asked
             with FolderTensors(shards, names, self._device, settings.progress) as tensors:
                 weights = self._take(tensors, quantizers, memory=memory)
-        if settings.input_format is not None:
-            weights = with_input_format(weights, settings.input_format)
         some = [quantizer for quantizer in quantizers if quantizer is not None]
         return weights, report_of(weights, some) if some else None
 
     def _budget(self, quantize: str | None) -> MemoryBudget:
         """Go through all of it without values, and return the bytes that it comes to."""
         settings, source = self._settings, self._source
-        described = Described(source.tensors)
+        described = Described(source.tensors, source.packed.parts if source.packed else ())
         quantizers = self._quantizers(quantize, None)
         weights = self._take(described, quantizers, torch.device("meta"))
         self._asked = list(described.asked)
@@ -306,7 +327,7 @@ class _Loading:
                 batch,
                 min(tokens, CHUNK),
                 self._dtype,
-                quantize is not None,
+                quantize is not None or source.packed is not None,
                 PACKED if settings.pack_prefill else 0,
             ),
         )
@@ -329,7 +350,7 @@ class _Loading:
         device: torch.device | None = None,
         memory: WeightMemory | None = None,
     ) -> Weights:
-        return Taker(
+        weights = Taker(
             self._policy,
             self._source.config,
             self.of,
@@ -338,7 +359,10 @@ class _Loading:
             self._dtype,
             *quantizers,
             memory,
+            self._source.packed,
         ).take()
+        rounded = self._settings.input_format
+        return weights if rounded is None else with_input_format(weights, rounded)
 
 
 def _as_dict(config: Any) -> Config:
@@ -373,11 +397,6 @@ def _check_layers(model: nn.Module) -> None:
             " register_module_forward_hook or register_module_forward_pre_hook returned"
         )
     for name, layer in model.named_modules():
-        if isinstance(layer, QuantizedLinear):
-            raise ValueError(
-                f"{_OP}: {name} is a QuantizedLinear, expected floats; give the model of before"
-                " quantize_model, with quantize='int4' or 'int8'"
-            )
         lost = _lost_with(layer)
         if lost is not None:
             raise ValueError(

@@ -12,13 +12,15 @@ from torch import Tensor, nn
 from deepspeed_ext.io import AsyncIO
 from deepspeed_ext.io.checkpoint.shards import Shards, read_json
 from deepspeed_ext.ops._renamed import refuse_renamed
-from deepspeed_ext.quantization.filling import fill
-from deepspeed_ext.quantization.int4_tensors import Int4Settings, read_int4, read_settings
+from deepspeed_ext.quantization.filling import fill, other_buffers
+from deepspeed_ext.quantization.int4_tensors import Int4Settings, read_settings
 from deepspeed_ext.quantization.layout import WeightLayout, make_layout
 from deepspeed_ext.quantization.linear import NOTE
+from deepspeed_ext.quantization.parameters_on_meta import made_without_parameters
+from deepspeed_ext.torch_internals.modules import buffers_of
 
 _OP = "load_int4_checkpoint"
-_PARTS = ("qweight", "qzeros", "scales", "g_idx")
+_PARTS = Int4Settings.parts
 Layers = dict[str, tuple[WeightLayout, torch.dtype]]
 
 
@@ -38,7 +40,9 @@ def load_int4_checkpoint(
 
     Args:
         model: whose tensors are replaced, so that it is best made on meta; or what makes it, which
-            is called so that it is. Buffers that are in no state dict have to have values.
+            is called so that its parameters are: it is never whole in memory as floats. Buffers
+            that are in no state dict, such as rotary frequencies, have to have values: no file
+            of these packages has them. Of what is called they have those that it makes.
         folder: with config.json, in it quantization_config (or quantize_config.json), and
             model.safetensors, or its parts and their index.
         input_format: as of `QuantizedLinear`.
@@ -57,15 +61,17 @@ def load_int4_checkpoint(
     """
     if older:
         refuse_renamed(_OP, older)
+    made_here: dict[str, Tensor] = {}
     if not isinstance(model, nn.Module):
-        with torch.device("meta"):
-            model = model()
+        model = made_without_parameters(model)
+        made_here = other_buffers(model)
     root = Path(folder)
     settings = read_settings(f"{_OP}: {root}", _config(root))
     layers: Layers = {}
     state: dict[str, Tensor] = {}
+    target = torch.device(device)
     with AsyncIO(threads=2) as engine:
-        shards, target = Shards(_OP, root), torch.device(device)
+        shards = Shards(_OP, root)
         for prefix, parts in _layers(root, shards.files).items():
             tensors = shards.load([f"{prefix}.{part}" for part in parts], target, engine)
             of_layer = {name.rpartition(".")[2]: tensor for name, tensor in tensors.items()}
@@ -77,6 +83,10 @@ def load_int4_checkpoint(
     if not layers:
         raise ValueError(f"{what} has no tensor named qweight, expected one for each layer")
     fill(what, model, layers, _without_zero_biases(model, layers, state))
+    for name, buffer in made_here.items():
+        if not buffer.is_meta:
+            holder, _, last = name.rpartition(".")
+            buffers_of(model.get_submodule(holder))[last] = buffer.to(target)
     return model
 
 
@@ -89,15 +99,12 @@ def _add(
     root: Path,
 ) -> tuple[WeightLayout, torch.dtype]:
     """Give a state dict what QuantizedLinear has in one; return its layout and dtype."""
-    read = read_int4(f"{_OP}: {prefix} of {root}", tensors, settings)
-    weight, order = read.weight, read.order
-    layout = make_layout(
-        _OP, "int4", weight.shape, weight.group_size, False, input_format, order is not None
-    )
+    stored = settings.stored(f"{_OP}: {prefix} of {root}", tensors)
+    of, has_order = stored.layout, stored.order is not None
+    layout = make_layout(_OP, "int4", of.shape, of.group_size, False, input_format, has_order)
     dtype = tensors["scales"].dtype
-    made = {"codes": weight.codes, "scales": weight.scales, "offsets": weight.offsets}
-    made |= {"order": order, NOTE: layout.note(dtype)}
-    state.update({f"{prefix}.{name}": t for name, t in made.items() if t is not None})
+    made = stored.tensors() | {NOTE: layout.note(dtype)}
+    state.update({f"{prefix}.{name}": tensor for name, tensor in made.items()})
     return layout, dtype
 
 

@@ -20,14 +20,16 @@ auto-gptq, gptqmodel (`checkpoint_format` "gptq" and "gptq_v2") and autoawq (`ve
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from deepspeed_ext.dtypes import DTYPES
-from deepspeed_ext.ops.quantization.formats import groups_of, pack_nibbles, unpack_nibbles
-from deepspeed_ext.ops.quantization.packed_weight import PackedWeight, pack_weight
+from deepspeed_ext.ops.quantization.formats import groups_of, pack_nibbles
+from deepspeed_ext.quantization.layout import make_layout
+from deepspeed_ext.quantization.stored_weight import StoredWeight, order_of, words_of
 
 _PER_WORD = 8
 _AWQ_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)  # in a word, of rows 0 to 7
@@ -47,19 +49,19 @@ class Int4Settings:
         act_order: whether the groups of columns may be mixed.
     """
 
+    mark: ClassVar[str] = "qweight"
+    parts: ClassVar[tuple[str, ...]] = ("qweight", "qzeros", "scales", "g_idx")
     method: str
     group_size: int | None
     symmetric: bool
     zeros_less_one: bool
     act_order: bool
 
-
-@dataclass(frozen=True)
-class Int4Weight:
-    """A weight, and for each column which element of x it belongs to; None: as they stand."""
-
-    weight: PackedWeight
-    order: Tensor | None
+    def stored(
+        self, what: str, tensors: Mapping[str, Tensor], length: int | None = None
+    ) -> StoredWeight:
+        """Return the weight of a layer; see `Packing`. Without a length the tensors say it."""
+        return _stored(what, tensors, length, self)
 
 
 def read_settings(what: str, config: Any) -> Int4Settings:
@@ -93,10 +95,13 @@ def read_settings(what: str, config: Any) -> Int4Settings:
     group_size = get("group_size", -1, int, "q_group_size")
     if group_size < 1 and group_size != -1:
         raise ValueError(f"{what} has group_size {group_size}, expected 1 or more, or -1")
+    _check_one_for_all(what, config, bits, group_size)
     packing = "gptq"
     if method == "gptq":
         packing = get("checkpoint_format", "gptq", str)
         one_of("checkpoint_format", packing, ("gptq", "gptq_v2"))
+        if config.get("is_marlin_format"):
+            raise ValueError(f"{what} has is_marlin_format true, expected false")
     else:
         one_of("version", get("version", "gemm", str).lower(), ("gemm",))
         if not get("zero_point", True, bool):
@@ -110,12 +115,37 @@ def read_settings(what: str, config: Any) -> Int4Settings:
     )
 
 
-def read_int4(what: str, tensors: Mapping[str, Tensor], settings: Int4Settings) -> Int4Weight:
-    """Return a weight of a checkpoint as ours, with offsets; see above how exactly.
+def _check_one_for_all(what: str, config: dict[str, Any], bits: int, group_size: int) -> None:
+    """Refuse settings of single layers that say anything else."""
+    usual = {
+        "bits": bits,
+        "group_size": group_size,
+        "sym": config.get("sym", False),
+        "desc_act": config.get("desc_act", False),
+    }
+    of_layers = config.get("dynamic") or {}
+    if not isinstance(of_layers, dict):
+        raise ValueError(f"{what} has dynamic {of_layers!r:.100}, expected an object")
+    for pattern, settings in of_layers.items():
+        if str(pattern).startswith("-:"):  # layers that are floats
+            continue
+        for name, value in settings.items() if isinstance(settings, dict) else ():
+            if name in usual and value != usual[name]:
+                raise ValueError(
+                    f"{what} has {name} {value!r:.100} for layers {pattern!r:.100} in dynamic,"
+                    f" expected {usual[name]!r}, one for all layers"
+                )
+
+
+def _stored(
+    what: str, tensors: Mapping[str, Tensor], length: int | None, settings: Int4Settings
+) -> StoredWeight:
+    """Return a weight of a checkpoint, with offsets; see above how exactly.
 
     Args:
         what: begins the text of an error: which layer of which file.
         tensors: qweight, qzeros, scales, and of GPTQ g_idx, which may lack without act_order.
+        length: elements of a row; None: what the tensors say.
         settings: of the checkpoint.
 
     Raises:
@@ -132,28 +162,36 @@ def read_int4(what: str, tensors: Mapping[str, Tensor], settings: Int4Settings) 
         )
     is_awq = settings.method == "awq"
     rows, columns = qweight.shape
-    length, n = (rows, columns * _PER_WORD) if is_awq else (rows * _PER_WORD, columns)
-    group = min(settings.group_size or length, max(length, 1))
-    groups = groups_of(length, group)
+    has, n = (rows, columns * _PER_WORD) if is_awq else (rows * _PER_WORD, columns)
+    if length not in (None, has):
+        raise ValueError(f"{what} has rows of {has} elements in qweight, expected {length}")
+    group = min(settings.group_size or has, max(has, 1))
+    groups = groups_of(has, group)
     if scales.dtype not in DTYPES or scales.shape != (groups, n):
         raise ValueError(
             f"{what} has scales as {scales.dtype} of shape {list(scales.shape)}, expected floats of"
             f" shape {[groups, n]} for groups of {group}"
         )
     zeros = _zeros(what, tensors["qzeros"], (groups, n), settings)
-    if is_awq:
-        codes = pack_nibbles(_awq_rows(qweight).t().contiguous())
-    else:
-        codes = qweight.t().contiguous().view(torch.uint8)
     if settings.act_order and groups > 1 and "g_idx" not in tensors:
         raise ValueError(f"{what} has no g_idx, expected it, as desc_act is true")
-    order = None if is_awq else _order(what, tensors.get("g_idx"), length, group)
-    if order is not None:
-        codes = pack_nibbles(unpack_nibbles(codes, length)[:, order])
-    of_groups = scales.float().t()
-    offsets = of_groups * -zeros.t().float()  # 4 bits times 11 of a scale: exact
-    packed = pack_weight(codes, of_groups, offsets, format="int4", group_size=group, length=length)
-    return Int4Weight(packed, order)
+    g_idx = None if is_awq else tensors.get("g_idx")
+    order = order_of(what, "g_idx", g_idx, has, group, settings.act_order)
+    layout = make_layout(what, "int4", (n, has), group, False, None, order is not None)
+    codes = partial(_awq_codes if is_awq else _gptq_codes, qweight)
+    of_groups = scales.float()
+    offsets = of_groups * -zeros.float()  # 4 bits times 11 of a scale: exact
+    return StoredWeight(layout, codes, of_groups, offsets, order)
+
+
+def _gptq_codes(qweight: Tensor, begin: int, end: int) -> Tensor:
+    """Return the codes of some rows, two in a byte."""
+    return qweight[:, begin:end].t().contiguous().view(torch.uint8)
+
+
+def _awq_codes(qweight: Tensor, begin: int, end: int) -> Tensor:
+    words = qweight[:, begin // _PER_WORD : -(-end // _PER_WORD)]
+    return pack_nibbles(_awq_rows(words).t().contiguous())
 
 
 def _zeros(what: str, qzeros: Tensor, shape: tuple[int, int], settings: Int4Settings) -> Tensor:
@@ -169,12 +207,16 @@ def _zeros(what: str, qzeros: Tensor, shape: tuple[int, int], settings: Int4Sett
     if settings.method == "awq":
         return _awq_rows(qzeros)
     if not settings.symmetric:
-        return _words(qzeros + _ONES if settings.zeros_less_one else qzeros)
-    zeros = _words(qzeros)
+        return words_of(qzeros + _ONES if settings.zeros_less_one else qzeros)
+    zeros = words_of(qzeros)
     # Files are about that name the first version and are of the second. What is symmetric has one
     # zero only, so that it does not matter.
-    if zeros.numel() and not any(
-        bool((zeros == one).all()) for one in (_ZERO_OF_SYMMETRIC, _ZERO_OF_SYMMETRIC - 1)
+    if (
+        zeros.numel()
+        and not zeros.is_meta
+        and not any(
+            bool((zeros == one).all()) for one in (_ZERO_OF_SYMMETRIC, _ZERO_OF_SYMMETRIC - 1)
+        )
     ):
         raise ValueError(
             f"{what} has qzeros of {int(zeros.min())} to {int(zeros.max())}, expected all 7, or"
@@ -183,34 +225,9 @@ def _zeros(what: str, qzeros: Tensor, shape: tuple[int, int], settings: Int4Sett
     return torch.full_like(zeros, _ZERO_OF_SYMMETRIC)
 
 
-def _order(what: str, g_idx: Tensor | None, length: int, group: int) -> Tensor | None:
-    """Return the columns in the order of their groups, or None if they are."""
-    if g_idx is None:
-        return None
-    if g_idx.shape != (length,) or g_idx.dtype not in (torch.int32, torch.int64):
-        raise ValueError(
-            f"{what} has g_idx as {g_idx.dtype} of shape {list(g_idx.shape)}, expected whole"
-            f" numbers of shape {[length]}"
-        )
-    in_order = torch.arange(length, device=g_idx.device) // group
-    if torch.equal(g_idx.long(), in_order):
-        return None
-    order = g_idx.long().argsort(stable=True)
-    if not torch.equal(g_idx.long()[order], in_order):
-        raise ValueError(
-            f"{what} has g_idx with groups of other sizes, expected {group} columns in each"
-        )
-    return order
-
-
-def _words(words: Tensor) -> Tensor:
-    """Return the eight numbers of each int32 along the last dimension, as uint8."""
-    return unpack_nibbles(words.contiguous().view(torch.uint8), words.shape[-1] * _PER_WORD)
-
-
 def _awq_rows(words: Tensor) -> Tensor:
     """Return the same in the order of rows."""
-    eights = _words(words).unflatten(-1, (-1, _PER_WORD))
+    eights = words_of(words).unflatten(-1, (-1, _PER_WORD))
     places = torch.tensor(_AWQ_PLACES, device=words.device)
     rows: Tensor = eights.index_select(-1, places).flatten(-2)
     return rows

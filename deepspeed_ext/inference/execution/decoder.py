@@ -10,7 +10,8 @@ from torch.nn import functional as F
 from deepspeed_ext.inference.execution.kv_cache import KVCache
 from deepspeed_ext.inference.model.architecture import Architecture
 from deepspeed_ext.inference.model.positions import alibi_slopes
-from deepspeed_ext.inference.weights.loader import Layer, Linear, NormWeights, Weights
+from deepspeed_ext.inference.weights.linear import Linear
+from deepspeed_ext.inference.weights.loader import Layer, NormWeights, Weights
 from deepspeed_ext.ops import (
     NextNorm,
     PagedKV,

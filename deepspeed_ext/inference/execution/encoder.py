@@ -8,7 +8,8 @@ from torch.nn import functional as F
 
 from deepspeed_ext.inference.execution.varlen_batch import Limits, Part
 from deepspeed_ext.inference.model.architecture import Architecture
-from deepspeed_ext.inference.weights.loader import Layer, Linear, NormWeights, Weights
+from deepspeed_ext.inference.weights.linear import Linear
+from deepspeed_ext.inference.weights.loader import Layer, NormWeights, Weights
 from deepspeed_ext.ops import bias_activation, gated_activation, layer_norm, rms_norm
 
 _FEW_ROWS = 8  # on the CPU, of more than these torch's multiplications are faster

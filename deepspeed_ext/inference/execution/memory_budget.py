@@ -1,6 +1,6 @@
 """The memory budget of an engine, and whether a device has it, before anything is read."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -107,6 +107,7 @@ def check_capacity(
     max_batch: int,
     max_tokens: int,
     budget_of: Callable[[str | None], MemoryBudget],
+    kinds: Sequence[str] = ("int8", "int4"),
 ) -> None:
     """Refuse a model whose memory budget the device has not.
 
@@ -114,6 +115,7 @@ def check_capacity(
         device: where it is to be.
         quantize: as of ``init_inference``, as are max_batch and max_tokens.
         budget_of: returns the memory budget with a value of quantize.
+        kinds: what else quantize may be.
 
     Raises:
         MemoryError: the device has fewer bytes free than the engine takes; says what would fit.
@@ -122,23 +124,29 @@ def check_capacity(
     if budget.peak <= free:
         return
     whole, part = [], []
-    for kind in dict.fromkeys((quantize, "int8", "int4")):
+    between = " with " if kinds else ""
+    for kind in dict.fromkeys((quantize, *kinds)):
         other = budget if kind == quantize else budget_of(kind)
+        told = f"quantize={kind!r}" if kinds else ""
         left = free - other.weights - other.working
         pages = left * max_batch * max_tokens // max(other.cache, 1) // PAGE
         if other.peak <= free:
-            whole.append(f"quantize={kind!r}")
+            whole.append(told)
         elif other.weights + other.reading <= free and pages > 0:
             batch = min(max_batch, pages)
             tokens = pages // batch * PAGE
-            part.append(f"quantize={kind!r} with max_batch={batch} and max_tokens={tokens}")
+            part.append(f"{told}{between}max_batch={batch} and max_tokens={tokens}")
     fits = " or ".join(part[:1] + whole[:1])
     raise MemoryError(
         f"init_inference: {device} has {_shown(free)} free, expected {_shown(budget.peak)}:"
         f" {_shown(budget.weights)} of weights, {_shown(budget.cache)} of keys and values for"
         f" max_batch {max_batch} x max_tokens {max_tokens}, and {_shown(budget.working)} to work"
         f" with; "
-        + (f"what fits is {fits}" if fits else f"nothing fits, not even quantize={kind!r}")
+        + (
+            f"what fits is {fits}"
+            if fits
+            else "nothing fits" + (f", not even {told}" if kinds else "")
+        )
     )
 
 

@@ -1,7 +1,7 @@
 """A model's folder: what it says of itself, and its tensors, read a layer at a time."""
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
@@ -13,11 +13,13 @@ from tqdm import tqdm  # type: ignore[import-untyped]
 
 from deepspeed_ext.io import AsyncIO, SavedTensor
 from deepspeed_ext.io.checkpoint.shards import Shards, read_json
+from deepspeed_ext.quantization.published import packing_of, settings_in
 from deepspeed_ext.threads import AwaitedThread, answer
 
 _OP = "init_inference"
 _ADAPTER = "adapter_config.json"  # transformers loads what it names on top of the weights
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+_CODES = (torch.int32, torch.int64, torch.int8, torch.uint8)
 
 
 class ModelFolder:
@@ -29,6 +31,7 @@ class ModelFolder:
     Attributes:
         path: likewise.
         config: of config.json.
+        packing: how weights are stored that come quantized; None: as floats.
         generation_config: of generation_config.json; empty if there is none.
         shards: the files with tensors.
 
@@ -46,7 +49,8 @@ class ModelFolder:
         self.path = path
         self._check_adapter()
         self.config = _fields(path / "config.json")
-        self._check_quantization()
+        settings = settings_in(_OP, path, self.config)
+        self.packing = None if settings is None else packing_of(f"{_OP}: {path}", settings)
         self.generation_config = self.fields_of("generation_config.json")
         self.shards = Shards(_OP, path)
 
@@ -66,34 +70,30 @@ class ModelFolder:
                 " merge it into the weights (merge_and_unload of peft) and save those, or remove it"
             )
 
-    def _check_quantization(self) -> None:
-        settings = self.config.get("quantization_config")
-        if settings is not None:
-            method = settings.get("quant_method") if isinstance(settings, dict) else settings
-            raise ValueError(
-                f"{_OP}: {self.path} has weights quantized by {method!r:.60}, expected floats; give"
-                " the folder of the model before that, with quantize='int4' or 'int8', or see"
-                " deepspeed_ext.quantization.load_int4_checkpoint"
-            )
-
 
 class Described(Mapping[str, Tensor]):
     """Tensors on meta in the place of others; it notes which were asked for.
 
     Args:
         tensors: those others.
+        parts: the last names of tensors that may have whole numbers.
 
     Attributes:
         asked: names, in the order in which they were asked for.
     """
 
-    def __init__(self, tensors: Mapping[str, Tensor] | Mapping[str, SavedTensor]) -> None:
-        self._tensors = tensors
+    def __init__(
+        self,
+        tensors: Mapping[str, Tensor] | Mapping[str, SavedTensor],
+        parts: Collection[str] = (),
+    ) -> None:
+        self._tensors, self._parts = tensors, parts
         self.asked: dict[str, None] = {}
 
     def __getitem__(self, name: str) -> Tensor:
         of = self._tensors[name]
-        if of.dtype not in _FLOATS:
+        may_be_codes = name.rpartition(".")[2] in self._parts
+        if of.dtype not in (_FLOATS + _CODES if may_be_codes else _FLOATS):
             dtype = of.format_dtype if isinstance(of, SavedTensor) else of.dtype
             raise ValueError(
                 f"{_OP}: {name} has dtype {dtype}, expected float32, bfloat16, float16 or float64"

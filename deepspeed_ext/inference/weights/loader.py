@@ -2,89 +2,18 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import TypedDict
 
 import torch
 from torch import Tensor
 
 from deepspeed_ext.inference.model.architecture import Architecture
 from deepspeed_ext.inference.model.policy import Config, Or, Policy, value_of
-from deepspeed_ext.inference.weights.float8 import Float8Weight, float8_layer
+from deepspeed_ext.inference.weights.float8 import Float8Weight
 from deepspeed_ext.inference.weights.host_memory import WeightMemory
-from deepspeed_ext.ops import (
-    NextNorm,
-    PackedWeight,
-    Undivided,
-    quantized_linear,
-    quantized_linear_norm,
-    skinny_linear,
-    skinny_linear_norm,
-)
-
-
-class _Options(TypedDict):
-    """What is done to products on the way."""
-
-    activation: str | None
-    gated: bool
-    residual: Tensor | None
-
-
-@dataclass(frozen=True)
-class Linear:
-    """x @ weight.T + bias, with the weight as floats or quantized.
-
-    Args:
-        weight: (out, in), or what ``pack_weight`` returned for it, or it in 8-bit floats.
-        bias: (out,), or None.
-        input_format: as of ``quantized_linear``.
-    """
-
-    weight: Tensor | PackedWeight | Float8Weight
-    bias: Tensor | None = None
-    input_format: str | None = None
-
-    @property
-    def fuses_norms(self) -> bool:
-        """Whether RMS norms around it are fused into it, as a skinny GEMM."""
-        return not isinstance(self.weight, Float8Weight)
-
-    def __call__(
-        self,
-        x: Tensor | Undivided,
-        *,
-        activation: str | None = None,
-        gated: bool = False,
-        residual: Tensor | None = None,
-    ) -> Tensor:
-        """Return residual + activation(x @ weight.T + bias)."""
-        options: _Options = dict(activation=activation, gated=gated, residual=residual)
-        if isinstance(self.weight, PackedWeight):
-            kind = self.input_format
-            return quantized_linear(x, self.weight, self.bias, **options, input_format=kind)
-        if isinstance(self.weight, Float8Weight):
-            assert isinstance(x, Tensor), "it fuses no norms"
-            return float8_layer(x, self.weight, self.bias, **options)
-        return skinny_linear(x, self.weight, self.bias, **options)
-
-    def before_norm(
-        self, x: Tensor, norm: NextNorm, residual: Tensor | None
-    ) -> tuple[Tensor, Undivided]:
-        """Return residual + x @ weight.T + bias, and what the norm of it is up to a division.
-
-        Only if it fuses norms, with up to 64 rows.
-        """
-        if isinstance(self.weight, PackedWeight):
-            return quantized_linear_norm(
-                x,
-                self.weight,
-                self.bias,
-                norm=norm,
-                residual=residual,
-                input_format=self.input_format,
-            )
-        assert isinstance(self.weight, Tensor), "it fuses no norms"
-        return skinny_linear_norm(x, self.weight, self.bias, norm=norm, residual=residual)
+from deepspeed_ext.inference.weights.linear import Linear, Stack
+from deepspeed_ext.inference.weights.packed_layers import PackedLayers, are_alike, linear_of
+from deepspeed_ext.ops import PackedWeight
+from deepspeed_ext.quantization.stored_weight import Stored
 
 
 @dataclass(frozen=True)
@@ -147,6 +76,7 @@ class Taker:
         quantize_head: what becomes of that of the head; of one that is tied to the embedding too,
             which stays beside it.
         memory: for weights on the CPU; None: ordinary tensors.
+        packed: which layers come quantized, and stay so; None: none.
 
     Raises:
         ValueError: there is no embedding.
@@ -163,11 +93,12 @@ class Taker:
         quantize: Quantize | None = None,
         quantize_head: Quantize | None = None,
         memory: WeightMemory | None = None,
+        packed: PackedLayers | None = None,
     ) -> None:
         self._policy, self._config, self._of = policy, policy.part_of(config), architecture
         self._tensors, self._device, self._dtype = tensors, device, dtype
         self._quantize, self._quantize_head = quantize, quantize_head
-        self._memory = memory
+        self._memory, self._packed = memory, packed
         self._names = frozenset(tensors)  # as asking whether one is there may read it
         self._left = set(tensors)
         names = policy.names
@@ -249,20 +180,95 @@ class Taker:
                 f"init_inference: the table has {len(names)} names of what lies in"
                 f" {at}{names[0]}, expected {want}"
             )
+        if any(map(self._is_packed, (f"{at}{name}" for name in names))):
+            return self._packed_linear(at, names, rows, length, has_bias, by_head)
         weight = self._empty(sum(rows), length, stays=self._quantize is None)
-        bias = self._empty(sum(rows)) if has_bias else None
         for name, into in zip(names, weight.split(rows), strict=True):
             self._copy(f"{at}{name}.weight", into, self._policy.transposed, by_head)
-        if bias is not None:
-            for name, into in zip(names, bias.split(rows), strict=True):
-                self._copy(f"{at}{name}.bias", into, by_head=by_head)
+        bias = self._bias(at, names, rows, by_head) if has_bias else None
         return Linear(weight if self._quantize is None else self._quantize(weight), bias)
+
+    def _bias(
+        self, at: str, names: tuple[str, ...], rows: tuple[int, ...], by_head: bool
+    ) -> Tensor:
+        bias = self._empty(sum(rows))
+        for name, into in zip(names, bias.split(rows), strict=True):
+            self._copy(f"{at}{name}.bias", into, by_head=by_head)
+        return bias
+
+    def _is_packed(self, name: str) -> bool:
+        return self._packed is not None and self._packed.has(name)
+
+    def _packed_linear(
+        self,
+        at: str,
+        names: tuple[str, ...],
+        rows: tuple[int, ...],
+        length: int,
+        has_bias: bool,
+        by_head: bool = False,
+    ) -> Linear:
+        """Return the same of weights that come quantized; of those that differ, in parts."""
+        stored, apart = list[Stored](), list[Linear]()
+        for name, n in zip(names, rows, strict=True):
+            if self._is_packed(f"{at}{name}"):
+                stored.append(self._stored(f"{at}{name}", n, length, has_bias))
+            else:
+                floats = self._empty(n, length)
+                self._copy(f"{at}{name}.weight", floats, self._policy.transposed)
+                apart.append(Linear(floats))
+        bias = self._bias(at, names, rows, by_head) if has_bias else None
+        if not apart and are_alike(stored):
+            by_rows = self._rows_by_head(sum(rows)) if by_head else None
+            whole = linear_of(stored, self._device, self._memory, by_rows)
+            return replace(whole, bias=bias)
+        waiting, floats_left = iter(stored), iter(apart)
+        parts = [
+            linear_of([next(waiting)], self._device, self._memory)
+            if self._is_packed(f"{at}{name}")
+            else next(floats_left)
+            for name in names
+        ]
+        biases = [None] * len(rows) if bias is None else bias.split(rows)
+        both = zip(parts, biases, strict=True)
+        return Linear(Stack(tuple(replace(part, bias=its) for part, its in both)))
+
+    def _stored(self, name: str, n: int, length: int, has_bias: bool) -> Stored:
+        """Return the weight of one layer that comes quantized."""
+        assert self._packed is not None
+        there = [part for part in self._packed.parts if f"{name}.{part}" in self._names]
+        tensors = {part: self._read(f"{name}.{part}", is_floats=False) for part in there}
+        stored = self._packed.stored(name, tensors, length)
+        if stored.layout.shape != (n, length):
+            raise ValueError(
+                f"init_inference: {name} has a quantized weight of shape"
+                f" {list(stored.layout.shape)}, expected {[n, length]}"
+            )
+        bias = f"{name}.bias"
+        if not has_bias and bias in self._names:  # packages write zeros for layers without one
+            values = self._read(bias)
+            if not values.is_meta and bool(values.any()):
+                raise ValueError(
+                    f"init_inference: model has {bias!r}, expected no tensor of this name for"
+                    f" model_type {self._config.get('model_type')!r}, or zeros"
+                )
+        return stored
+
+    def _rows_by_head(self, n: int) -> Tensor:
+        """Return where the rows of queries, keys and values are that lie head by head."""
+        rows = torch.arange(n, device="cpu").view(self._of.heads, 3, self._of.head_dim)
+        return rows.transpose(0, 1).reshape(-1)
+
+    def _single(self, name: str, n: int, length: int, has_bias: bool = False) -> Linear:
+        """Return a layer that nothing quantizes, but that may come so."""
+        if self._is_packed(name):
+            return self._packed_linear("", (name,), (n,), length, has_bias)
+        weight = self._tensor(f"{name}.weight", (n, length))
+        return Linear(weight, self._tensor(f"{name}.bias", (n,)) if has_bias else None)
 
     def _projection(self, at: str, name: str | None, n: int, length: int) -> Linear | None:
         """Return what is between hidden states and embeddings, if these are not of one size."""
-        if name is None or n == length:
-            return None
-        return Linear(self._tensor(f"{at}{name}.weight", (n, length)))
+        return None if name is None or n == length else self._single(f"{at}{name}", n, length)
 
     def _norm(self, at: str, name: Or, n: int) -> NormWeights | None:
         name = value_of(name, self._config)
@@ -305,8 +311,11 @@ class Taker:
         names, config = self._policy.names.head, self._config
         if names is None:
             return None
-        name = next((n for n in names if f"{n}.weight" in self._names), names[0])
         has_bias = value_of(self._policy.biases[3], config)
+        name = next((n for n in names if self._is_packed(n)), None)
+        if name is not None:
+            return self._single(name, self._of.vocabulary, self._of.embedding, has_bias)
+        name = next((n for n in names if f"{n}.weight" in self._names), names[0])
         bias = self._tensor(f"{name}.bias", (self._of.vocabulary,)) if has_bias else None
         is_tied = value_of(self._policy.tied, config)
         if is_tied and f"{name}.weight" not in self._names:
@@ -327,15 +336,18 @@ class Taker:
     def _packed_head(self, head: Linear | None) -> Linear | None:
         if head is None or self._quantize_head is None:
             return head
-        assert isinstance(head.weight, Tensor)
+        if not isinstance(head.weight, Tensor):
+            raise ValueError(
+                "init_inference: quantize_head is given, expected None, as the head comes quantized"
+            )
         return replace(head, weight=self._quantize_head(head.weight))
 
     def _pooler(self, at: str) -> Linear | None:
         name, n = self._policy.names.pooler, self._of.hidden
-        if name is None or f"{at}{name}.weight" not in self._names:
+        has = name is not None and f"{at}{name}.weight" in self._names
+        if not has and not self._is_packed(f"{at}{name}"):
             return None
-        weight = self._tensor(f"{at}{name}.weight", (n, n))
-        return Linear(weight, self._tensor(f"{at}{name}.bias", (n,)))
+        return self._single(f"{at}{name}", n, n, has_bias=True)
 
     def _empty(self, *shape: int, stays: bool = True) -> Tensor:
         """Return a tensor to be filled; `stays` if the engine has it in the end."""
@@ -362,7 +374,7 @@ class Taker:
             into = into.unflatten(0, (3, heads, width))
         into.copy_(tensor)
 
-    def _read(self, name: str) -> Tensor:
+    def _read(self, name: str, is_floats: bool = True) -> Tensor:
         if name not in self._names:
             raise ValueError(
                 f"init_inference: model has no tensor {name!r}, expected it for model_type"
@@ -370,7 +382,7 @@ class Taker:
             )
         self._left.discard(name)
         tensor = self._tensors[name].detach()
-        if not tensor.is_floating_point():
+        if is_floats and not tensor.is_floating_point():
             raise ValueError(f"init_inference: {name} has dtype {tensor.dtype}, expected floats")
         if tensor.is_meta and self._device.type != "meta":
             raise ValueError(f"init_inference: {name} is on meta, expected a tensor with elements")

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from deepspeed_ext.inference.weights.float8 import Float8Weight, check_device
 from deepspeed_ext.inference.weights.host_memory import WeightMemory
-from deepspeed_ext.inference.weights.loader import Layer, Linear, Weights
+from deepspeed_ext.inference.weights.linear import Linear, Stack
+from deepspeed_ext.inference.weights.loader import Layer, Weights
 from deepspeed_ext.ops import PackedWeight
 from deepspeed_ext.quantization.layout import WeightLayout, make_layout
 from deepspeed_ext.quantization.packing import Errors, packed, quantize_weight, results_of
@@ -139,11 +140,20 @@ def report_of(weights: Weights, quantizers: Sequence[Quantizer]) -> Report:
 
 
 def with_input_format(weights: Weights, input_format: str) -> Weights:
-    """Return weights that round what they are multiplied with."""
+    """Return weights that round what they are multiplied with.
+
+    Raises:
+        ValueError: there is no such format, or the codes of a weight are no integers.
+    """
 
     def changed(linear: Linear) -> Linear:
-        is_packed = isinstance(linear.weight, PackedWeight)
-        return replace(linear, input_format=input_format) if is_packed else linear
+        weight = linear.weight
+        if isinstance(weight, Stack):
+            return replace(linear, weight=Stack(tuple(map(changed, weight.parts))))
+        if not isinstance(weight, PackedWeight):
+            return linear
+        make_layout(_OP, weight.format, weight.shape, None, input_format=input_format)
+        return replace(linear, input_format=input_format)
 
     layers = []
     for layer in weights.layers:

@@ -13,7 +13,7 @@ from deepspeed_ext.inference.execution.memory_budget import MemoryBudget
 from deepspeed_ext.inference.initialize import init_inference
 from deepspeed_ext.inference.weights import float8
 from deepspeed_ext.inference.weights.float8 import Float8Weight, float8_layer
-from deepspeed_ext.inference.weights.loader import Linear
+from deepspeed_ext.inference.weights.linear import Linear
 from deepspeed_ext.inference.weights.quantize_on_load import Quantizer, bytes_of
 from deepspeed_ext.ops import PackedWeight, dequantize, quantize
 from deepspeed_ext.ops.quantization.packed_weight import unpack_weight_ref
@@ -64,7 +64,7 @@ def test_bytes_are_known_before(
     found: list[MemoryBudget] = []
     monkeypatch.setattr(
         "deepspeed_ext.inference.initialize.check_capacity",
-        lambda device, quantize, batch, tokens, budget_of: found.append(budget_of(quantize)),
+        lambda device, quantize, batch, tokens, budget_of, kinds: found.append(budget_of(quantize)),
     )
     tiny_folder.write(tmp_path, CONFIG)
     options: dict[str, Any] = dict(kv_dtype=kv, max_batch=3, max_tokens=100)

@@ -1,0 +1,219 @@
+"""Engines of modules whose layers are QuantizedLinear: taken as they are, bit for bit."""
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from encoder_cases import make
+from family_cases import InDouble, exact, model_of, run
+from published_cases import METHODS, Published
+from torch import Tensor, nn
+
+from deepspeed_ext.inference.initialize import init_inference
+from deepspeed_ext.inference.weights.linear import Linear, Stack
+from deepspeed_ext.quantization import (
+    QuantizedLinear,
+    load_int4_checkpoint,
+    load_quantized,
+    quantize_model,
+    save_quantized,
+)
+
+TOKENS = [int(each) for each in torch.randint(97, (75,), generator=torch.manual_seed(1))]
+FORMATS: dict[str, dict[str, Any]] = {
+    "int8": dict(format="int8"),
+    "int8 with offsets": dict(format="int8", symmetric=False, group_size=24),
+    "int4": dict(format="int4", group_size=16),
+    "int4, x as integers": dict(format="int4", group_size=16, input_format="int8"),
+    "nf4": dict(format="nf4", group_size=32),
+}
+OF_LLAMA = (
+    ("qkv", ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")),
+    ("out", ("self_attn.o_proj",)),
+    ("up", ("mlp.gate_proj", "mlp.up_proj")),
+    ("down", ("mlp.down_proj",)),
+)
+
+
+def quantized(case: str, **options: Any) -> Any:
+    model = copy.deepcopy(model_of(case))
+    quantize_model(model, **options)
+    return model
+
+
+@torch.no_grad()
+def assert_has_the_bits(engine: Any, model: Any) -> None:
+    """Compare each product of an engine of a LLaMA with those of the module."""
+    random = torch.Generator().manual_seed(0)
+    for i, layer in enumerate(engine.decoder.weights.layers):
+        block = model.model.layers[i]
+        for ours, names in OF_LLAMA:
+            theirs = [block.get_submodule(name) for name in names]
+            for rows in (1, 3, 64, 70):
+                x = torch.randn(rows, theirs[0].in_features, generator=random)
+                got = getattr(layer, ours)(x)
+                assert torch.equal(got, torch.cat([each(x) for each in theirs], -1)), (i, ours)
+
+
+def floats_of(model: nn.Module) -> dict[str, Tensor]:
+    """Return the state dict of a model before it was quantized, with the weights of now."""
+    state = {n: t for n, t in model.state_dict().items() if t.is_floating_point()}
+    for name, layer in model.named_modules():
+        if isinstance(layer, QuantizedLinear):
+            for key in ("scales", "offsets"):
+                state.pop(f"{name}.{key}", None)
+            weight = layer.dequantize(torch.float32)
+            is_turned = name.rpartition(".")[2].startswith("c_")
+            state[f"{name}.weight"] = weight.t() if is_turned else weight
+    return state
+
+
+@torch.no_grad()
+def assert_is_exact(engine: Any, case: str, model: Any) -> None:
+    with InDouble():
+        want = exact(case, floats_of(model))(torch.tensor([TOKENS]), use_cache=False).logits[0]
+    for cuts in ((), (32, *range(70, 75))):
+        got = engine.decoder.logits(run(engine.decoder, TOKENS, cuts)).double()
+        assert float((got.log_softmax(-1) - want.log_softmax(-1)).abs().max()) < 2e-3
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_each_format(format: str) -> None:
+    model = quantized("llama", **FORMATS[format])
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    engine = init_inference(model)
+    assert_has_the_bits(engine, model)
+    if "integers" not in format:
+        assert_is_exact(engine, "llama", model)
+    assert engine.decoder.weights.embedding.dtype == torch.float32
+    after = model.state_dict()
+    assert all(torch.equal(after[name], tensor) for name, tensor in before.items())
+
+
+@pytest.mark.parametrize("case", ["gpt2", "bloom", "gpt_neox", "phi3", "opt-norms-after", "gemma2"])
+def test_each_family(case: str) -> None:
+    model = quantized(case, format="int8", group_size=24)
+    assert_is_exact(init_inference(model), case, model)
+
+
+def test_a_head_of_few_bits() -> None:
+    model = quantized("llama", format="int8", skip=())
+    assert isinstance(model.lm_head, QuantizedLinear)
+    engine = init_inference(model)
+    assert_is_exact(engine, "llama", model)
+    x = torch.randn(3, 64)
+    assert torch.equal(engine.decoder.weights.head(x), model.lm_head(x))
+    with pytest.raises(ValueError, match="quantize_head is given, expected None, as the head come"):
+        init_inference(model, quantize_head="int8")
+
+
+@pytest.mark.parametrize("format", ["fp8_e4m3", "fp8_e5m2"])
+@torch.no_grad()
+def test_8_bit_floats(format: str) -> None:
+    """Products of them are torch's, whose rounding may differ from one number of rows to others."""
+    model = quantized("llama", format=format)
+    layer = init_inference(model).decoder.weights.layers[1]
+    theirs = model.model.layers[1].self_attn
+    assert torch.equal(layer.qkv.weight.codes[:64], theirs.q_proj.codes)
+    x = torch.randn(64, 64)
+    want = torch.cat([theirs.q_proj(x), theirs.k_proj(x), theirs.v_proj(x)], -1)
+    torch.testing.assert_close(layer.qkv(x), want)
+
+
+def test_weights_that_differ_stay_apart() -> None:
+    """In groups, in formats, or because some are floats."""
+    model = copy.deepcopy(model_of("llama"))
+    quantize_model(model, "int8", group_size=16, skip=["lm_head", "k_proj", "v_proj", "up_proj"])
+    quantize_model(model, "int8", group_size=32, skip=["lm_head", "v_proj", "up_proj"])
+    quantize_model(model, "int4", group_size=16, skip=["lm_head", "v_proj"])
+    engine = init_inference(model)
+    layer = engine.decoder.weights.layers[0]
+    assert isinstance(layer.qkv.weight, Stack) and isinstance(layer.up.weight, Stack)
+    assert isinstance(layer.qkv.weight.parts[2].weight, Tensor)
+    assert_is_exact(engine, "llama", model)
+    tokens = [engine.generate([TOKENS[:n]], max_new_tokens=8)[0].tokens for n in (3, 40)]
+    both = engine.generate([TOKENS[:3], TOKENS[:40]], max_new_tokens=8)
+    assert [each.tokens for each in both] == tokens
+    packing = init_inference(model, pack_prefill=True)
+    assert packing.generate([TOKENS[:3]], max_new_tokens=8)[0].tokens == tokens[0]
+    rounding = init_inference(model, input_format="int8").decoder.weights.layers[0]
+    assert [each.input_format for each in rounding.qkv.weight.parts] == ["int8", "int8", None]
+
+
+@pytest.mark.parametrize("method", ["gptq", "gptq-act-order", "awq"])
+@pytest.mark.parametrize("shares_order", [True, False])
+def test_a_module_and_its_folder_are_one(method: str, shares_order: bool, tmp_path: Path) -> None:
+    """The engine's bits are those of the module, with act-order too."""
+    from transformers import LlamaForCausalLM
+
+    of = Published(tmp_path, "llama", METHODS[method], shares_order=shares_order)
+    model: Any = load_int4_checkpoint(lambda: LlamaForCausalLM(of.config), tmp_path)
+    engines = (
+        init_inference(tmp_path, device="cpu", dtype="float32"),
+        init_inference(model, dtype="float32"),
+    )
+    of_layer = [engine.decoder.weights.layers[0] for engine in engines]
+    for each in of_layer:
+        assert isinstance(each.qkv.weight, Stack) == (METHODS[method].mixed and not shares_order)
+    for engine in engines:
+        assert_has_the_bits(engine, model)
+    states = [run(engine.decoder, TOKENS, (32, *range(70, 75))) for engine in engines]
+    assert torch.equal(*states)
+
+
+def test_what_was_saved(tmp_path: Path) -> None:
+    from transformers import LlamaForCausalLM
+
+    model = quantized("llama", format="int4", group_size=16)
+    save_quantized(model, tmp_path / "saved")
+    loaded = load_quantized(lambda: LlamaForCausalLM(model.config), tmp_path / "saved")
+    engines = init_inference(model), init_inference(loaded)
+    assert torch.equal(*(run(engine.decoder, TOKENS, ()) for engine in engines))
+
+
+def test_an_encoder() -> None:
+    model = make("bert")
+    quantize_model(model, "int8", group_size=16)
+    engine: Any = init_inference(model)
+    ids = torch.tensor([TOKENS[:20]])
+    with torch.no_grad():
+        want = model(input_ids=ids)
+    got = engine(input_ids=ids)
+    torch.testing.assert_close(got.last_hidden_state, want.last_hidden_state, rtol=1e-4, atol=1e-4)
+    assert isinstance(engine.encoder.weights.layers[0].qkv, Linear)
+
+
+def test_the_dtype_is_that_of_the_layers() -> None:
+    """Not that of their scales, which are most of the floats."""
+    model = quantized("llama", format="int4", group_size=1).bfloat16()
+    assert init_inference(model).decoder.weights.embedding.dtype == torch.bfloat16
+
+
+def test_refuses() -> None:
+    model = quantized("llama", format="nf4")
+    for quantize in ("int8", "int4", "fp8"):
+        with pytest.raises(ValueError, match=f"quantize is {quantize!r}, expected None, as the w"):
+            init_inference(model, quantize=quantize)
+    with pytest.raises(ValueError, match="input_format is 'int8', expected None, as the codes of"):
+        init_inference(model, input_format="int8")
+
+    class Louder(QuantizedLinear):
+        pass
+
+    model.model.layers[0].mlp.up_proj.__class__ = Louder
+    with pytest.raises(
+        TypeError, match=r"0\.mlp\.up_proj is a Louder, expected a QuantizedLinear its"
+    ):
+        init_inference(model)
+    model = quantized("llama", format="int4")
+    model.model.layers[2].mlp.up_proj.codes = torch.zeros(3, 128, dtype=torch.uint8)
+    with pytest.raises(ValueError, match=r"2.mlp.up_proj has a QuantizedLinear of which codes is"):
+        init_inference(model)
+    model = quantized("llama", format="int4")
+    model.model.layers[1].mlp.up_proj = QuantizedLinear(64, 64)
+    with pytest.raises(
+        ValueError, match=r"up_proj has a quantized weight of shape \[64, 64\], exp"
+    ):
+        init_inference(model)
