@@ -1,5 +1,6 @@
 """Conversations, and the text that a chat template makes of them."""
 
+import secrets
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -9,7 +10,6 @@ from deepspeed_ext.inference.requests.template_sandbox import run_template
 Message = Mapping[str, Any]
 Conversation = Sequence[Message]
 _OP = "chat"
-_MARK = "\x02the text goes on here\x03 "  # no template has it; ends in a space, as some take it off
 _RESERVED = ("messages", "add_generation_prompt")
 _REASONING = ("reasoning_content", "thinking", "reasoning")  # names for the same in messages
 
@@ -149,20 +149,21 @@ def rendered(
         ValueError: the template is none, refuses the messages, or loses the last one.
     """
     messages = _messages_of(conversation, number)
-    last = _mark_end(messages[-1], number) if continue_final_message else ""
+    mark = f"{secrets.randbits(64):020} "  # nobody can have it; some templates take its space off
+    last = _mark_end(messages[-1], mark, number) if continue_final_message else ""
     asked = _plain(variables, f"{_OP}: template_arguments", 0)
     values = {"tools": None, "documents": None} | asked
     values |= {"messages": messages, "add_generation_prompt": add_generation_prompt}
     made = run_template(text, values)
     if not continue_final_message:
         return made
-    at = made.rfind(_MARK.strip())
+    at = made.rfind(mark.strip())
     if at < 0 or last.strip() not in made[:at]:
         raise ValueError(
             f"{_OP}: the template leaves text of the last message of conversation {number} out,"
             " expected all of it, as continue_final_message is True"
         )
-    return made[:at] if made[at:].startswith(_MARK) else made[:at].rstrip()
+    return made[:at] if made[at:].startswith(mark) else made[:at].rstrip()
 
 
 def _conversations_of(messages: Any) -> list[Any]:
@@ -230,11 +231,11 @@ def _check_parts(content: Any, at: str) -> None:
             raise ValueError(f"{at} has a part {told}, expected text alone")
 
 
-def _mark_end(message: dict[str, Any], number: int) -> str:
+def _mark_end(message: dict[str, Any], mark: str, number: int) -> str:
     """Mark where the text of a message ends, and return that text."""
     content = message.get("content")
     if isinstance(content, str):
-        message["content"] = content + _MARK
+        message["content"] = content + mark
         return content
     parts = content if isinstance(content, list | tuple) else []
     if not parts:
@@ -243,7 +244,7 @@ def _mark_end(message: dict[str, Any], number: int) -> str:
             " continue_final_message is True"
         )
     text: str = parts[-1]["text"]
-    parts[-1]["text"] = text + _MARK
+    parts[-1]["text"] = text + mark
     return text
 
 

@@ -76,7 +76,7 @@ def test_a_config_and_options_may_be_one_by_one() -> None:
     engine = tiny.engine()
     by_name = engine.generate([5], generation_config=GenerationConfig(max_new_tokens=2))
     assert by_name[0].tokens == engine.generate([5], max_new_tokens=2)[0].tokens
-    with pytest.raises(TypeError, match="^generate: options and generation_config are given, exp"):
+    with pytest.raises(TypeError, match=r"^generate: options and generation_config are given, exp"):
         engine.generate([5], some[0], generation_config=some[0])
 
 
@@ -105,7 +105,7 @@ def test_a_config_and_options_may_be_one_by_one() -> None:
         (dict(max_length=1.5), TypeError, "max_new_tokens is 1.5, expected an int"),
         (dict(do_sample=True, temperature=0), ValueError, "temperature is 0 and do_sample is True"),
         (dict(do_sample="yes"), TypeError, "do_sample is 'yes', expected True or False"),
-        (dict(eos_token_id=5, stop_tokens=6), TypeError, "stop_tokens and eos_token_id are given"),
+        (dict(eos_token_id=5, stop_tokens=6), TypeError, "eos_token_id and stop_tokens are given"),
         (dict(top_kk=5), TypeError, "option is top_kk, expected top_k"),
         (dict(zzz=None), TypeError, "option is zzz, expected one of max_new_tokens"),
     ],
@@ -113,7 +113,7 @@ def test_a_config_and_options_may_be_one_by_one() -> None:
 def test_what_would_change_the_result_is_refused(given: Any, kind: Any, text: str) -> None:
     with pytest.raises(kind) as error:
         meant(**given)
-    assert str(error.value).startswith(f"generate: {text}") or "are given" in str(error.value)
+    assert str(error.value).startswith(f"generate: {text}")
 
 
 def test_no_field_of_a_config_is_passed_over_unseen() -> None:
@@ -141,7 +141,7 @@ def test_numbers_of_numpy(kind: Any) -> None:
         for value in (np.bool_(True), np.array([1]), torch.tensor(1), np.complex64(1), "1"):
             with pytest.raises(TypeError, match=f"^generate: {name} is "):
                 SamplingOptions(**{name: value})
-    with pytest.raises(ValueError, match="^generate: temperature is nan, expected 0 or more"):
+    with pytest.raises(ValueError, match=r"^generate: temperature is nan, expected 0 or more"):
         SamplingOptions(temperature=np.float32("nan"))
 
 
@@ -171,7 +171,7 @@ def test_a_bias_is_kept_as_it_was() -> None:
     made = SamplingOptions(logit_bias=given)
     given[3] = 50
     assert made.logit_bias == ((3, -1.0), (7, 2.0)) and hash(made)
-    with pytest.raises(ValueError, match="^generate: logit_bias has token 97, expected 0 to 96$"):
+    with pytest.raises(ValueError, match=r"^generate: logit_bias has token 97, expected 0 to 96$"):
         tiny.engine().generate([5], logit_bias={3: 1, 97: 0})
 
 
