@@ -176,9 +176,9 @@ ROOMS = {  # inside of a package, likewise; its __init__ may import all
         ("memory_budget",),
     ),
     "inference/requests": (
-        ("detokenizer", "state", "tokenizer"),
-        ("prompts", "request"),
-        ("stream",),
+        ("detokenizer", "options", "state", "template_sandbox", "tokenizer"),
+        ("chat", "prompts", "request"),
+        ("sequences", "stream"),
     ),
     "inference/serving": (
         ("encoder_engine", "fair_lock", "roofline", "slot_table"),

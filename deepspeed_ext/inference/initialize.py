@@ -34,6 +34,7 @@ from deepspeed_ext.inference.model.checkpoint_folder import (
 )
 from deepspeed_ext.inference.model.policies import policy_of
 from deepspeed_ext.inference.model.policy import Config, Policy
+from deepspeed_ext.inference.requests.chat import templates_of_folder
 from deepspeed_ext.inference.requests.tokenizer import tokenizer_of
 from deepspeed_ext.inference.serving.encoder_engine import EncoderEngine
 from deepspeed_ext.inference.serving.engine import InferenceEngine
@@ -162,6 +163,7 @@ def init_inference(
             cuda_graphs=settings.cuda_graphs,
             pack_prefill=settings.pack_prefill,
             report=report,
+            chat_templates=templates_of_folder(source.folder),
         )
 
 

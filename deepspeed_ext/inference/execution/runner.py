@@ -14,7 +14,13 @@ from torch.nn import functional as F
 from deepspeed_ext.inference.execution.decoder import Decoder, PackedPrefill
 from deepspeed_ext.inference.execution.graphs import Graphs, Recordings
 from deepspeed_ext.inference.execution.kv_cache import KVCache
-from deepspeed_ext.inference.execution.sampling import Kind, Parameters, SamplingOptions, sample
+from deepspeed_ext.inference.execution.sampling import (
+    History,
+    Kind,
+    Parameters,
+    SamplingOptions,
+    sample,
+)
 from deepspeed_ext.inference.execution.to_device import ready_to_send
 
 ROWS = 64  # of a step at most: up to so many, a row has the same bits in any batch
@@ -76,7 +82,7 @@ class ModelRunner:
         shape = (slots + 1, len(Parameters._fields))
         self._parameters = torch.ones(shape, dtype=torch.float64, device=device)
         self._true = torch.ones((), dtype=torch.bool, device=device)
-        self._seen: Tensor | None = None  # as penalties need; most requests have none
+        self._history = History()  # a row for each slot, once a request needs it; most need none
         self._inputs: dict[int, Inputs] = {}
         self._now: dict[int, list[int]] = {}  # the slots that inputs have
         self.pads = device.type == "cuda"  # as a graph is for one number of rows
@@ -87,12 +93,30 @@ class ModelRunner:
         """Let a slot be for another request."""
         row = ready_to_send(Parameters.row(options), torch.float64, self._device)
         self._parameters[slot].copy_(row, non_blocking=True)
-        if options.kind.penalized:
-            if self._seen is None:
-                shape = (self._slots + 1, self._decoder.of.vocabulary)
-                self._seen = torch.zeros(shape, dtype=torch.bool, device=self._device)
-            self._seen[slot] = False
-            self._seen[slot, self._sent(prompt, torch.int64)] = True
+        kind = options.kind
+        if kind.penalized:
+            seen = self._history_of("seen", torch.bool)
+            seen[slot] = False
+            seen[slot, self._sent(prompt, torch.int64)] = True
+        if kind.counted:
+            self._history_of("counts", torch.int32)[slot] = 0
+        if kind.biased or self._history.bias is not None:  # of the request before
+            bias = self._history_of("bias", torch.float32)
+            bias[slot] = 0.0
+        if kind.biased:
+            tokens, values = zip(*options.biases, strict=True)
+            bias[slot, self._sent(list(tokens), torch.int64)] = ready_to_send(
+                list(values), torch.float32, self._device
+            ).to(self._device, non_blocking=True)
+
+    def _history_of(self, name: str, dtype: torch.dtype) -> Tensor:
+        """Return what is kept for all slots under this name, made when it is first asked for."""
+        kept: Tensor | None = getattr(self._history, name)
+        if kept is None:
+            shape = (self._slots + 1, self._decoder.of.vocabulary)
+            kept = torch.zeros(shape, dtype=dtype, device=self._device)
+            self._history = self._history._replace(**{name: kept})
+        return kept
 
     def prefill(self, slot: int, tokens: list[int], pad_to: int) -> Tensor:
         """Prefill a part of a prompt, and return its last hidden state, (1, hidden).
@@ -184,17 +208,20 @@ class ModelRunner:
 
     def _sample_logits(self, inputs: Inputs, logits: Tensor, kind: Kind) -> Tensor:
         """Sample tokens, and keep them for the next step."""
-        places, parameters, seen = inputs.places, None, None
-        if kind.drawn or kind.penalized:
+        places, parameters, kept = inputs.places, None, self._history
+        if kind.drawn or kind.penalized or kind.counted:
             parameters = Parameters(*self._parameters[places].split(1, -1))
-        if kind.penalized:
-            assert self._seen is not None
-            seen = self._seen[places]
-        rows = sample(logits, kind, parameters, inputs.uniforms, seen)
+        wanted = zip(kept, (kind.penalized, kind.counted, kind.biased), strict=True)
+        rows_of = (of[places] if is_wanted and of is not None else None for of, is_wanted in wanted)
+        history = History(*rows_of)
+        rows = sample(logits, kind, parameters, inputs.uniforms, history)
         tokens = rows[:, 0].long()
         self._tokens[places] = tokens
-        if self._seen is not None and kind.penalized:
-            self._seen.index_put_((places, tokens), self._true)
+        if history.seen is not None and kept.seen is not None:
+            kept.seen.index_put_((places, tokens), self._true)
+        if history.counts is not None and kept.counts is not None:
+            counts = history.counts.gather(1, tokens[:, None])[:, 0]
+            kept.counts.index_put_((places, tokens), counts + 1)  # no place but nobody's is twice
         return rows
 
     def _inputs_for(self, slots: list[int], uniforms: list[float]) -> Inputs:

@@ -5,6 +5,7 @@ their order may change with the shape of a batch. So probabilities, which our so
 alone, become integers: those add up to the same whatever the order.
 """
 
+import operator
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ from torch.nn import functional as F
 from deepspeed_ext.ops import softmax
 
 MOST_LOGPROBS = 20
+USUAL_NEW_TOKENS = 128
 _WHOLE = 2.0**40  # what a probability of 1 is as an integer
 _RUN = 256  # weights that are added up first, so that a draw goes through few sums
 _LIKELY = 1024  # tokens that are ordered first on the CPU, as they mostly are enough for top_p
@@ -31,18 +33,24 @@ _FLOATS: tuple[tuple[str, Callable[[float], bool], str], ...] = (
     ("top_p", lambda value: 0 < value <= 1, "over 0, and 1 at most"),
     ("min_p", lambda value: 0 <= value <= 1, "0 to 1"),
     ("repetition_penalty", lambda value: value > 0, "more than 0"),
+    ("presence_penalty", lambda value: -2 <= value <= 2, "-2 to 2"),
+    ("frequency_penalty", lambda value: -2 <= value <= 2, "-2 to 2"),
 )
+_MOST_BIAS = 100
+Bias = tuple[tuple[int, float], ...]
 
 
 @dataclass(frozen=True)
 class SamplingOptions:
     """What a request asks for.
 
-    Logits go through repetition_penalty, temperature, top_k, top_p and min_p, in this order. Tokens
-    that are as likely as the last one that is kept are kept, too.
+    Logits go through logit_bias, repetition_penalty, frequency_penalty, presence_penalty,
+    temperature, top_k, top_p and min_p, in this order. Tokens that are as likely as the last one
+    that is kept are kept, too. Numbers may be numpy's.
 
     Args:
-        max_new_tokens: after so many tokens a completion ends; 0 gives an empty one.
+        max_new_tokens: after so many tokens a completion ends; 0 gives an empty one; None for 128,
+            or as many as the engine has room for behind the prompt, if that is less.
         temperature: logits are divided by it; 0 takes the likeliest token each time.
         top_k: of how many of the likeliest tokens one is drawn; 0 for all.
         top_p: a token is left out if those that are likelier have this share of the probability
@@ -50,6 +58,11 @@ class SamplingOptions:
         min_p: a token is left out if its probability is below this share of that of the likeliest.
         repetition_penalty: logits of tokens that the prompt or the completion has are divided by
             it if they are positive, and multiplied by it if they are negative; 1 for nothing.
+        presence_penalty: is taken off the logit of each token that the completion has, whatever
+            the prompt has; -2 to 2, as OpenAI defines it.
+        frequency_penalty: likewise, for each time that the completion has it.
+        logit_bias: by token, what is added to its logit: -100 to 100, of which the ends forbid a
+            token, or allow hardly another one. It is kept as pairs, in the order of tokens.
         stop: strings, or one, of which the first that a completion has ends it, and is cut off.
             Special tokens, which most tokenizers leave out of text, are for stop_tokens.
         stop_tokens: tokens, or one, that end a completion, of which they are no part; None for
@@ -65,12 +78,15 @@ class SamplingOptions:
         ValueError: an argument breaks a rule above.
     """
 
-    max_new_tokens: int = 128
+    max_new_tokens: int | None = None
     temperature: float = 0.0
     top_k: int = 0
     top_p: float = 1.0
     min_p: float = 0.0
     repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: Mapping[int, float] | Bias = ()
     stop: tuple[str, ...] = ()
     stop_tokens: tuple[int, ...] | None = None
     seed: int | None = None
@@ -89,19 +105,27 @@ class SamplingOptions:
             ("seed", 0, _WORD),
             ("logprobs", 0, MOST_LOGPROBS),
         ):
-            if not (name in ("seed", "logprobs") and getattr(self, name) is None):
-                _check_int(name, getattr(self, name), low, high)
-        for name, is_right, want in _FLOATS:
             value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int | float):
-                raise TypeError(f"generate: {name} is {value!r}, expected a float")
+            if value is not None or name in ("top_k", "n"):
+                object.__setattr__(self, name, _checked_int(name, value, low, high))
+        for name, is_right, want in _FLOATS:
+            value = _checked_float(name, getattr(self, name))
             if not (is_right(value) and value <= _MOST):
                 raise ValueError(f"generate: {name} is {value}, expected {want}")
+            object.__setattr__(self, name, value)
         for text in self.stop:
             if not isinstance(text, str) or not text:
                 raise ValueError(f"generate: stop has {text!r}, expected strings, none empty")
-        for token in self.stop_tokens or ():
-            _check_int("stop_tokens", token, 0, 2**31 - 1)
+        if self.stop_tokens is not None:
+            some = (_checked_int("stop_tokens", each, 0, 2**31 - 1) for each in self.stop_tokens)
+            object.__setattr__(self, "stop_tokens", tuple(some))
+        object.__setattr__(self, "logit_bias", _bias_of(self.logit_bias))
+
+    @property
+    def biases(self) -> Bias:
+        """What is added to logits, in the order of tokens."""
+        assert isinstance(self.logit_bias, tuple)
+        return self.logit_bias
 
     @property
     def kind(self) -> "Kind":
@@ -116,23 +140,68 @@ class SamplingOptions:
             candidates = 1
         penalized = self.repetition_penalty != 1
         logprobs = -1 if self.logprobs is None else MOST_LOGPROBS if self.logprobs else 0
-        return Kind(drawn, candidates, penalized, logprobs)
+        counted = self.presence_penalty != 0 or self.frequency_penalty != 0
+        return Kind(drawn, candidates, penalized, logprobs, counted, bool(self.logit_bias))
 
 
 def _several(name: str, value: Any, want: str) -> tuple[Any, ...]:
     """Return the items of what may be one, or several; a tensor is neither."""
-    if isinstance(value, str | int):
+    if isinstance(value, str | int) or _int_of(value) is not None:
         return (value,)
     if not isinstance(value, Iterable) or isinstance(value, _NO_ITEMS) or hasattr(value, "tolist"):
         raise TypeError(f"generate: {name} is {value!r:.60}, expected {want}")
     return tuple(value)
 
 
-def _check_int(name: str, value: Any, low: int, high: int) -> None:
-    if type(value) is not int:
-        raise TypeError(f"generate: {name} is {value!r}, expected an int")
-    if not low <= value <= high:
-        raise ValueError(f"generate: {name} is {value}, expected {low} to {high}")
+def _int_of(value: Any) -> int | None:
+    """Return a whole number as Python's, whoever's it is; None for what is none, as a tensor."""
+    if isinstance(value, bool | Tensor) or getattr(value, "shape", ()) != ():
+        return None
+    try:
+        return operator.index(value)
+    except TypeError:
+        return None
+
+
+def _checked_int(name: str, value: Any, low: int, high: int) -> int:
+    found = _int_of(value)
+    if found is None:
+        raise TypeError(f"generate: {name} is {value!r:.60}, expected an int")
+    if not low <= found <= high:
+        raise ValueError(f"generate: {name} is {found}, expected {low} to {high}")
+    return found
+
+
+def _checked_float(name: str, value: Any) -> int | float:
+    """Return a number as Python's, whoever's it is."""
+    if isinstance(value, int | float) and type(value) in (int, float):
+        return value
+    kind = getattr(getattr(value, "dtype", None), "kind", "")  # of numpy
+    if kind not in ("f", "i", "u") or getattr(value, "shape", None) != ():
+        raise TypeError(f"generate: {name} is {value!r:.60}, expected a float")
+    return float(value)
+
+
+def _bias_of(given: Any) -> Bias:
+    """Return the pairs of a bias in the order of tokens, none of which is there twice."""
+    pairs = list(given.items()) if isinstance(given, Mapping) else given
+    is_right = isinstance(pairs, list | tuple)
+    if not is_right or not all(isinstance(each, tuple) and len(each) == 2 for each in pairs):
+        raise TypeError(
+            f"generate: logit_bias is {given!r:.60}, expected a number for each of some tokens, as"
+            " {50256: -100}"
+        )
+    found = dict[int, float]()
+    for token, value in pairs:
+        number = _checked_int("logit_bias", token, 0, 2**31 - 1)
+        bias = _checked_float(f"logit_bias[{number}]", value)
+        if not abs(bias) <= _MOST_BIAS:
+            want = f"-{_MOST_BIAS} to {_MOST_BIAS}"
+            raise ValueError(f"generate: logit_bias[{number}] is {bias}, expected {want}")
+        if number in found:
+            raise ValueError(f"generate: logit_bias has token {number} twice, expected once")
+        found[number] = float(bias)
+    return tuple(sorted(found.items()))
 
 
 class Kind(NamedTuple):
@@ -145,12 +214,16 @@ class Kind(NamedTuple):
         penalized: whether there are repetition penalties.
         logprobs: how many of the likeliest tokens are to be told; -1 for not even the
             log-probability of the token.
+        counted: whether there are penalties for what completions have.
+        biased: whether something is added to logits.
     """
 
     drawn: bool = False
     candidates: int | None = None
     penalized: bool = False
     logprobs: int = -1
+    counted: bool = False
+    biased: bool = False
 
     def __or__(self, other: "Kind") -> "Kind":
         some = [c for c in (self.candidates, other.candidates) if c is not None]
@@ -159,6 +232,8 @@ class Kind(NamedTuple):
             (0 if 0 in some else max(some)) if some else None,
             self.penalized or other.penalized,
             max(self.logprobs, other.logprobs),
+            self.counted or other.counted,
+            self.biased or other.biased,
         )
 
 
@@ -170,12 +245,28 @@ class Parameters(NamedTuple):
     top_p: Tensor
     min_p: Tensor
     repetition_penalty: Tensor
+    presence_penalty: Tensor
+    frequency_penalty: Tensor
 
     @classmethod
     def row(cls, options: SamplingOptions) -> list[float]:
         """Return the numbers of one row, which as float32 are 0 only if they are, and finite."""
         numbers = [float(getattr(options, name)) for name in cls._fields]
         return [min(max(number, _TINY), _HUGE) if number > 0 else number for number in numbers]
+
+
+class History(NamedTuple):
+    """What each row of a batch does to its logits, of all tokens; None where nobody needs it.
+
+    Args:
+        seen: (batch, vocabulary), bool: tokens that a repetition penalty is for.
+        counts: (batch, vocabulary), int32: how often the completion has each.
+        bias: (batch, vocabulary), float32: what is added.
+    """
+
+    seen: Tensor | None = None
+    counts: Tensor | None = None
+    bias: Tensor | None = None
 
 
 def key_of(seed: int, sample: int) -> int:
@@ -203,7 +294,7 @@ def sample(
     kind: Kind,
     parameters: Parameters | None = None,
     uniforms: Tensor | None = None,
-    seen: Tensor | None = None,
+    history: History = History(),
 ) -> Tensor:
     """Sample a token for each row, as if it were alone; nothing is read by the host on CUDA.
 
@@ -212,7 +303,7 @@ def sample(
         kind: what the rows take together; it says which of the others are read.
         parameters: of the rows, for draws and penalties.
         uniforms: (batch,), float64, in [0, 1), of which tokens are drawn.
-        seen: (batch, vocabulary), bool: tokens that a penalty is for.
+        history: likewise, for penalties and biases.
 
     Returns:
         (batch, 4 + 2 logprobs), float64: the token; the largest logit, which is not finite if no
@@ -221,10 +312,7 @@ def sample(
         the largest one.
     """
     x = raw = logits if kind == Kind() else logits.float()  # as they are, only to be compared
-    if kind.penalized:
-        assert parameters is not None and seen is not None
-        penalty = parameters.repetition_penalty.float()
-        x = torch.where(seen, torch.where(x < 0, x * penalty, x / penalty), x)
+    x = _changed(x, kind, parameters, history)
     best, token = _largest(x)
     if kind.drawn:
         assert parameters is not None and uniforms is not None
@@ -238,6 +326,22 @@ def sample(
             tokens = _likeliest(raw, min(kind.logprobs, raw.shape[-1]))
             columns += [*tokens.unbind(1), *(raw.gather(1, tokens) - largest).unbind(1)]
     return torch.stack([column.double() for column in columns], -1)
+
+
+def _changed(x: Tensor, kind: Kind, parameters: Parameters | None, history: History) -> Tensor:
+    """Return logits after biases and penalties; what a row has not asked for leaves it as it is."""
+    if kind.biased:
+        assert history.bias is not None
+        x = x + history.bias
+    if kind.penalized:
+        assert parameters is not None and history.seen is not None
+        penalty = parameters.repetition_penalty.float()
+        x = torch.where(history.seen, torch.where(x < 0, x * penalty, x / penalty), x)
+    if kind.counted:
+        assert parameters is not None and history.counts is not None
+        x = x - parameters.frequency_penalty.float() * history.counts
+        x = x - parameters.presence_penalty.float() * (history.counts > 0)
+    return x
 
 
 def _largest(x: Tensor) -> tuple[Tensor, Tensor]:

@@ -3,16 +3,94 @@
 import operator
 from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
-from deepspeed_ext.inference.requests.tokenizer import Tokenizer
+from deepspeed_ext.inference.requests.tokenizer import Tokenizer, encoded
 
 Ids = Sequence[int] | Tensor
-Prompts = str | Ids | Sequence[str] | Sequence[Ids]
+Encoding = Mapping[str, Any]  # as a call of transformers' tokenizers returns
+Prompts = str | Ids | Sequence[str] | Sequence[Ids] | Encoding
 Mask = Ids | Sequence[Ids]
+# What an encoding may have beside tokens and mask, and a causal model has no use for.
+_BESIDE = ("token_type_ids", "special_tokens_mask", "offset_mapping", "length")
 _NO_NUMBERS = (bytes, bytearray, Mapping, Set)  # of tokens, although numbers may come out of them
+
+
+class ReadPrompts(NamedTuple):
+    """The prompts of a call.
+
+    Args:
+        tokens: of each, those that count.
+        rows: of each, as they were given, with those that a mask leaves out.
+        device: of the tensor that they were given as, or None.
+    """
+
+    tokens: list[list[int]]
+    rows: list[list[int]]
+    device: torch.device | None
+
+
+class Given(NamedTuple):
+    """Prompts and mask, whichever way they came; what is left are options."""
+
+    prompts: Any
+    mask: Any
+    others: dict[str, Any]
+
+
+def given_of(prompts: Any, mask: Any, named: Mapping[str, Any]) -> Given:
+    """Return what was given as prompts: as such, by transformers' names, or in an encoding.
+
+    Args:
+        prompts: or None.
+        mask: likewise.
+        named: arguments of any names, among which may be input_ids, and what encodings have.
+
+    Raises:
+        TypeError: there are none, or two.
+        ValueError: there is something beside them that would change the result.
+    """
+    others = dict(named)
+    sources = {"prompts": prompts}
+    sources |= {name: others.pop(name, None) for name in ("input_ids", "inputs")}
+    found = [name for name, value in sources.items() if value is not None]
+    if len(found) != 1:
+        has = " and ".join(found) if found else "nothing"
+        raise TypeError(
+            f"generate: {has} {'are' if found else 'is'} given, expected prompts or input_ids"
+        )
+    given = sources[found[0]]
+    beside = {name: others.pop(name) for name in _BESIDE if name in others}
+    if isinstance(given, Mapping) and "input_ids" in given:
+        fields = dict(given)
+        given = fields.pop("input_ids")
+        of_encoding = fields.pop("attention_mask", None)
+        if mask is not None and of_encoding is not None:
+            raise TypeError(
+                "generate: attention_mask is given, and one in prompts, expected one of them"
+            )
+        mask = of_encoding if mask is None else mask
+        for name in fields:
+            if name not in _BESIDE:
+                raise ValueError(
+                    f"generate: prompts have {name!r}, expected input_ids and attention_mask"
+                )
+        beside |= fields
+    _check_types(beside.get("token_type_ids"))
+    return Given(given, mask, others)
+
+
+def _check_types(types: Any) -> None:
+    """Refuse parts of a prompt that are told apart: those of a causal model are all of type 0."""
+    if types is None:
+        return
+    rows = types.tolist() if hasattr(types, "tolist") else types
+    flat = [each for row in rows for each in (row if isinstance(row, Iterable) else [row])]
+    if any(each != 0 for each in flat):
+        raise ValueError("generate: token_type_ids has others than 0, expected None or zeros")
 
 
 @dataclass(frozen=True)
@@ -25,14 +103,16 @@ class PromptReader:
         stop_tokens: of the engine.
         pad_tokens: likewise, beside the tokenizer's; where there are none, stop tokens are mostly
             used for it.
+        adds_special_tokens: whether the tokenizer may add those that begin and end a text.
     """
 
     tokenizer: Tokenizer | None
     vocabulary: int
     stop_tokens: tuple[int, ...]
     pad_tokens: tuple[int, ...]
+    adds_special_tokens: bool = True
 
-    def tokens_of(self, prompts: Prompts, mask: Mask | None = None) -> list[list[int]]:
+    def read(self, prompts: Prompts, mask: Mask | None = None) -> ReadPrompts:
         """Return the tokens of each prompt; see `InferenceEngine.generate`."""
         given = _plain("prompts", prompts)
         if not isinstance(given, Iterable) or isinstance(given, _NO_NUMBERS):
@@ -45,11 +125,17 @@ class PromptReader:
         if some and not any(isinstance(each, Sequence) for each in some):
             some = [some]
         found = [self._tokens(i, each) for i, each in enumerate(some)]
+        device = next((p.device for p in _each_or_all(prompts) if isinstance(p, Tensor)), None)
         if mask is not None:
-            return _counted(some, found, mask)
+            return ReadPrompts(_counted(some, found, mask), found, device)
         if given is not prompts and len(found) > 1:  # a tensor, or an array
             self._check_padding(found)
-        return found
+        return ReadPrompts(found, found, device)
+
+    def pad_token(self) -> int | None:
+        """Return what fills rows up to one length."""
+        some = *self.pad_tokens, getattr(self.tokenizer, "pad_token_id", None), *self.stop_tokens
+        return next((each for each in some if each is not None), None)
 
     def _tokens(self, i: int, prompt: Any) -> list[int]:
         if isinstance(prompt, str):
@@ -58,7 +144,7 @@ class PromptReader:
                     f"generate: prompt {i} is text, expected numbers of tokens, as the engine has"
                     " no tokenizer"
                 )
-            prompt = self.tokenizer.encode(prompt)
+            prompt = encoded(self.tokenizer, prompt, self.adds_special_tokens)
         try:
             if isinstance(prompt, _NO_NUMBERS):
                 raise TypeError
@@ -117,12 +203,17 @@ def _counted(prompts: list[Any], tokens: list[list[int]], mask: Mask) -> list[li
         wrong = [value for value in row if value not in (0, 1)]
         if wrong:
             raise ValueError(f"generate: attention_mask has {wrong[0]!r:.60}, expected 0 or 1")
-        kept = [token for token, counts in zip(each, row, strict=True) if counts]
-        if not kept:
+        if not any(row):
             raise ValueError(
                 f"generate: attention_mask counts no token of prompt {i}, expected at least one"
             )
-        found.append(kept)
+        begin, end = row.index(1), len(row) - row[::-1].index(1)
+        if 0 in row[begin:end]:
+            raise ValueError(
+                f"generate: attention_mask has 0 between ones for prompt {i}, expected zeros at the"
+                " begin or the end alone; leave tokens out of input_ids that are not to count"
+            )
+        found.append(each[begin:end])
     return found
 
 
@@ -137,6 +228,11 @@ def _rows_of(mask: Mask) -> list[Any]:
             f"generate: attention_mask is {given!r:.60}, expected 0 or 1 for each token"
         )
     return rows if all(of_rows) else [rows]
+
+
+def _each_or_all(prompts: Any) -> list[Any]:
+    """Return what may be on a device."""
+    return [prompts, *prompts] if isinstance(prompts, list | tuple) else [prompts]
 
 
 def _plain(name: str, value: Any, *, floats: bool = False) -> Any:

@@ -7,7 +7,7 @@ from typing import Literal
 
 from torch import Tensor
 
-from deepspeed_ext.inference.execution.sampling import SamplingOptions
+from deepspeed_ext.inference.execution.sampling import USUAL_NEW_TOKENS, SamplingOptions
 from deepspeed_ext.inference.requests.detokenizer import Detokenizer
 from deepspeed_ext.inference.requests.state import NEXT, State
 from deepspeed_ext.ops.attention.paged_kv import PAGE
@@ -97,7 +97,7 @@ class Call:
         request.call = self
         self.requests.append(request)
         self.open += 1
-        if request.options.max_new_tokens == 0:
+        if request.max_new_tokens == 0:
             request._finish("length")
 
     def recount(self) -> None:
@@ -149,6 +149,12 @@ class Request:
     error: Exception | None = None
 
     @property
+    def max_new_tokens(self) -> int:
+        """How many tokens it may have."""
+        most = self.options.max_new_tokens
+        return USUAL_NEW_TOKENS if most is None else most
+
+    @property
     def is_done(self) -> bool:
         """Whether nothing more will come of it."""
         return self.state is State.DONE
@@ -161,12 +167,12 @@ class Request:
     @property
     def wants_token(self) -> bool:
         """Whether fewer tokens are queued than it may have."""
-        return self.queued < self.options.max_new_tokens
+        return self.queued < self.max_new_tokens
 
     @property
     def kept_tokens(self) -> int:
         """How many tokens its slot will have: the last new one is not put in."""
-        return len(self.prompt.tokens) + max(self.options.max_new_tokens - 1, 0)
+        return len(self.prompt.tokens) + max(self.max_new_tokens - 1, 0)
 
     @property
     def own_pages(self) -> int:
@@ -217,7 +223,7 @@ class Request:
         self._tell(token, piece)
         if self.detokenizer is not None and self.detokenizer.stopped is not None:
             self._finish("stop")
-        elif len(self.tokens) == self.options.max_new_tokens:
+        elif len(self.tokens) == self.max_new_tokens:
             self._finish("length")
 
     def cancel(self) -> None:

@@ -2,6 +2,7 @@
 
 import logging
 from importlib.util import find_spec
+from inspect import Parameter, signature
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -42,7 +43,7 @@ class _OfLibrary:
         tokenizer.no_truncation()
         self._tokenizer = tokenizer
 
-    def encode(self, text: str) -> list[int]:
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         try:
             text.encode()
         except UnicodeEncodeError as error:  # as of a command line that is no UTF-8
@@ -50,12 +51,67 @@ class _OfLibrary:
             raise ValueError(
                 f"generate: the prompt has {wrong!r}, expected whole characters"
             ) from None
-        ids: list[int] = self._tokenizer.encode(text).ids
+        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
         return ids
 
     def decode(self, ids: list[int]) -> str:
         text: str = self._tokenizer.decode(ids)
         return text
+
+
+def encoded(tokenizer: Tokenizer, text: str, adds_special_tokens: bool) -> list[int]:
+    """Return the tokens of a text, which begins once.
+
+    Where it begins with a token that the tokenizer puts before it, as the text of a template does,
+    there is one of the two.
+
+    Args:
+        tokenizer: whose encode may have an argument add_special_tokens, as those of transformers.
+        text: to be encoded.
+        adds_special_tokens: whether the tokenizer may add such as begin and end a text.
+
+    Raises:
+        ValueError: it may not, and cannot be told.
+    """
+    encode: Any = tokenizer.encode
+    can_be_told = _takes_special_tokens(encode)
+    if not adds_special_tokens:
+        if not can_be_told:
+            raise ValueError(
+                f"generate: add_special_tokens is False and tokenizer is"
+                f" {type(tokenizer).__name__}, expected one whose encode takes add_special_tokens"
+            )
+        return list(encode(text, add_special_tokens=False))
+    tokens = list(encode(text))
+    if len(tokens) < 2 or tokens[0] != tokens[1]:
+        return tokens
+    if can_be_told:
+        bare = list(encode(text, add_special_tokens=False))
+        is_doubled = bare[:1] == tokens[:1] and _repeats(bare) == _repeats(tokens) - 1
+        return tokens[1:] if is_doubled else tokens
+    begin = getattr(tokenizer, "bos_token", None)
+    return tokens[1:] if isinstance(begin, str) and begin and text.startswith(begin) else tokens
+
+
+def encoded_whole(tokenizer: Tokenizer, text: str) -> list[int]:
+    """Return the tokens of a text that has the special ones in it, such as that of a template."""
+    return encoded(tokenizer, text, not _takes_special_tokens(tokenizer.encode))
+
+
+def _takes_special_tokens(encode: Any) -> bool:
+    try:
+        parameters = signature(encode).parameters.values()
+    except (TypeError, ValueError):  # of what is not written in Python
+        return False
+    return any(
+        each.name == "add_special_tokens" or each.kind is Parameter.VAR_KEYWORD
+        for each in parameters
+    )
+
+
+def _repeats(tokens: list[int]) -> int:
+    """Return how many tokens at the beginning are the first one."""
+    return next((i for i, each in enumerate(tokens) if each != tokens[0]), len(tokens))
 
 
 def tokenizer_of(folder: ModelFolder | None, given: Any) -> Tokenizer | None:

@@ -3,12 +3,12 @@
 import os
 import secrets
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import fields, replace
 from typing import Any, Literal, NoReturn, SupportsIndex, overload
 
 import torch
+from torch import Tensor
 from tqdm import tqdm  # type: ignore[import-untyped]
 
 from deepspeed_ext.inference.execution.decoder import Decoder
@@ -16,16 +16,21 @@ from deepspeed_ext.inference.execution.kv_cache import KVCache
 from deepspeed_ext.inference.execution.memory_budget import check_positions
 from deepspeed_ext.inference.execution.runner import ModelRunner
 from deepspeed_ext.inference.execution.sampling import SamplingOptions, key_of
+from deepspeed_ext.inference.requests.chat import (
+    ChatTemplates,
+    Conversation,
+    templates_of,
+    texts_of,
+)
 from deepspeed_ext.inference.requests.detokenizer import Detokenizer, run_byte_of
-from deepspeed_ext.inference.requests.prompts import Mask, PromptReader, Prompts
+from deepspeed_ext.inference.requests.options import Options, options_of, with_room
+from deepspeed_ext.inference.requests.prompts import Mask, PromptReader, Prompts, given_of
 from deepspeed_ext.inference.requests.request import Call, Completion, Prompt, Request
+from deepspeed_ext.inference.requests.sequences import tensor_form
 from deepspeed_ext.inference.requests.stream import Stream
-from deepspeed_ext.inference.requests.tokenizer import Tokenizer
+from deepspeed_ext.inference.requests.tokenizer import Tokenizer, encoded_whole
 from deepspeed_ext.inference.serving.fair_lock import FairLock
 from deepspeed_ext.inference.serving.scheduler import Scheduler
-
-Options = SamplingOptions | Sequence[SamplingOptions]
-_NAMES = tuple(field.name for field in fields(SamplingOptions))
 
 
 class InferenceEngine:
@@ -57,6 +62,7 @@ class InferenceEngine:
             is faster where prompts come all the time, but not batch-invariant: how the floats of a
             completion are rounded then depends on which others it meets.
         report: what quantizing has done to the weights, or None.
+        chat_templates: of the folder, for a tokenizer that has none itself.
 
     Raises:
         ValueError: a size is none that a cache may have.
@@ -76,6 +82,7 @@ class InferenceEngine:
         cuda_graphs: bool = True,
         pack_prefill: bool = False,
         report: Any = None,
+        chat_templates: ChatTemplates = ChatTemplates({}, {}),
     ) -> None:
         of, embedding = decoder.of, decoder.weights.embedding
         check_positions(of, decoder.weights.positions, max_tokens)
@@ -84,6 +91,7 @@ class InferenceEngine:
         self.tokenizer = tokenizer
         self.stop_tokens, self.pad_tokens = tuple(stop_tokens), tuple(pad_tokens)
         self.cuda_graphs, self.report = cuda_graphs, report
+        self.chat_templates = chat_templates
         self.cache = KVCache(
             max_batch,
             max_tokens,
@@ -114,10 +122,13 @@ class InferenceEngine:
     @overload
     def generate(
         self,
-        prompts: Prompts,
+        prompts: Prompts | None = None,
         options: Options | None = None,
         *,
         attention_mask: Mask | None = None,
+        add_special_tokens: bool = True,
+        generation_config: Any = None,
+        return_tensors: None = None,
         stream: Literal[False] = False,
         progress: bool = False,
         **changes: Any,
@@ -126,25 +137,46 @@ class InferenceEngine:
     @overload
     def generate(
         self,
-        prompts: Prompts,
+        prompts: Prompts | None = None,
         options: Options | None = None,
         *,
         attention_mask: Mask | None = None,
+        add_special_tokens: bool = True,
+        generation_config: Any = None,
+        return_tensors: None = None,
         stream: Literal[True],
         progress: bool = False,
         **changes: Any,
     ) -> Stream: ...
 
+    @overload
     def generate(
         self,
-        prompts: Prompts,
+        prompts: Prompts | None = None,
         options: Options | None = None,
         *,
         attention_mask: Mask | None = None,
+        add_special_tokens: bool = True,
+        generation_config: Any = None,
+        return_tensors: Literal["pt"],
+        stream: Literal[False] = False,
+        progress: bool = False,
+        **changes: Any,
+    ) -> Tensor: ...
+
+    def generate(
+        self,
+        prompts: Prompts | None = None,
+        options: Options | None = None,
+        *,
+        attention_mask: Mask | None = None,
+        add_special_tokens: bool = True,
+        generation_config: Any = None,
+        return_tensors: Literal["pt"] | None = None,
         stream: bool = False,
         progress: bool = False,
         **changes: Any,
-    ) -> list[Completion] | Stream:
+    ) -> list[Completion] | Stream | Tensor:
         """Return what follows prompts:
 
             engine.generate("Once upon a time", max_new_tokens=64)[0].text
@@ -152,25 +184,37 @@ class InferenceEngine:
 
         Args:
             prompts: text, or the numbers of tokens; or several of either, or none, as an empty
-                list is. A prompt itself has a token at least. Each token of a list counts. So does
+                list is; or what a tokenizer of transformers returns for these, also as
+                `**encoding` and as `input_ids=`. A prompt itself has a token at least. Text begins
+                once: where it has the token that the tokenizer puts before it, that is not put
+                there a second time. Each token of a list counts. So does
                 each of a tensor, but for one of several rows with padding, which is refused
                 without a mask: if a row begins or ends in a pad token. Such are those that the
                 generation config, the config and the tokenizer name, or, where none does, the stop
                 tokens of the engine, as many tokenizers have no other; that each row begins with
                 one stop token is no padding. Without any of these nothing can be told from padding.
-            attention_mask: 1 or True for each token of prompts that counts, wherever it is, and 0
-                or False for the others, which are left out; None if all count.
-            options: for all prompts, or a sequence of them, one for each.
+            options: for all prompts, or a sequence of them, one for each; also as transformers'
+                GenerationConfig, whose do_sample then counts.
+            attention_mask: 1 or True for each token of prompts that counts, and 0 or False for
+                others before or behind them, which are left out; None if all count.
+            add_special_tokens: False for text that has all special tokens in it.
+            generation_config: another name for options.
+            return_tensors: "pt" for what transformers' generate returns, in place of completions:
+                (prompts and new tokens), int64, with the token that ended them, and padding.
             stream: whether to return an iterator of pieces at once, in place of completions in the
                 end. Closing it, or letting go of it, cancels what is not done, and waits for
                 nobody: the next step begins with that.
             progress: whether to draw a bar of tokens on stderr while all are waited for, if that
                 is a terminal.
-            changes: of the options, by the names that `SamplingOptions` has.
+            changes: of the options, by the names that `SamplingOptions` has, or transformers'
+                generate, where it means the same: do_sample (with its temperature of 1 and top_k
+                of 50 if nobody says another), eos_token_id, max_length, stop_strings,
+                num_return_sequences. Others of its names are refused with what to use instead,
+                unless they change no token.
 
         Returns:
             A `Completion` of each prompt, or n of each, those of the first prompt first. With
-            `stream` a `Stream`.
+            `stream` a `Stream`, with return_tensors a tensor.
 
         Raises:
             TypeError: an argument is of a wrong kind.
@@ -181,15 +225,22 @@ class InferenceEngine:
                 All completions of the call are cancelled.
         """
         self._check_usable()
-        reader = PromptReader(self.tokenizer, self._vocabulary, self.stop_tokens, self.pad_tokens)
-        some, call = reader.tokens_of(prompts, attention_mask), Call()
-        wanted = self._options(options, changes, len(some))
-        self._ask(call, some, wanted, stream)
+        if options is not None and generation_config is not None:
+            raise TypeError("generate: options and generation_config are given, expected one")
+        options = generation_config if options is None else options
+        given = given_of(prompts, attention_mask, changes)
+        reader = self._reader(add_special_tokens)
+        read, call = reader.read(given.prompts, given.mask), Call()
+        wanted = options_of(options, given.others, read.tokens)
+        form = None
+        if return_tensors is not None:
+            form = tensor_form(return_tensors, stream, reader, options, given.others, read)
+        self._ask(call, read.tokens, wanted, stream)
         running = Stream(call, self._advance, self._scheduler.cancel, self._sweep)
         if stream:
             self._scheduler.submit(call.requests)
             return running
-        total = sum(request.options.max_new_tokens for request in call.requests)
+        total = sum(request.max_new_tokens for request in call.requests)
         try:
             self._scheduler.submit(call.requests)
             # Where no bar is wanted there is none: it takes a lock of the whole process, which an
@@ -199,23 +250,102 @@ class InferenceEngine:
                     running.advance()
                     if bar is not None:
                         bar.update(call.tokens - bar.n)
-            return running.completions()
+            found = running.completions()
+            return found if form is None else form.of(found)
         finally:
             running.close()
 
-    def _options(
-        self, options: Options | None, changes: dict[str, Any], count: int
-    ) -> list[SamplingOptions]:
-        """Return the options of each prompt."""
-        for name in changes:
-            if name not in _NAMES:
-                raise TypeError(f"generate: option is {name}, expected one of {', '.join(_NAMES)}")
-        if options is None:
-            return [SamplingOptions(**changes)] * count
-        some = _several(options, count)
-        if len(some) != count:
-            raise ValueError(f"generate: options have length {len(some)}, expected {count}")
-        return [replace(each, **changes) for each in some]
+    @overload
+    def chat(
+        self,
+        messages: Conversation | Sequence[Conversation],
+        options: Options | None = None,
+        *,
+        chat_template: str | None = None,
+        add_generation_prompt: bool | None = None,
+        continue_final_message: bool = False,
+        template_arguments: Mapping[str, Any] | None = None,
+        stream: Literal[False] = False,
+        **others: Any,
+    ) -> list[Completion]: ...
+
+    @overload
+    def chat(
+        self,
+        messages: Conversation | Sequence[Conversation],
+        options: Options | None = None,
+        *,
+        chat_template: str | None = None,
+        add_generation_prompt: bool | None = None,
+        continue_final_message: bool = False,
+        template_arguments: Mapping[str, Any] | None = None,
+        stream: Literal[True],
+        **others: Any,
+    ) -> Stream: ...
+
+    def chat(
+        self,
+        messages: Conversation | Sequence[Conversation],
+        options: Options | None = None,
+        *,
+        chat_template: str | None = None,
+        add_generation_prompt: bool | None = None,
+        continue_final_message: bool = False,
+        template_arguments: Mapping[str, Any] | None = None,
+        stream: bool = False,
+        **others: Any,
+    ) -> list[Completion] | Stream:
+        """Return what follows conversations, which a chat template makes text of:
+
+            engine.chat([{"role": "user", "content": "Who are you?"}])[0].text
+
+        The template is code of a stranger: it runs in jinja2's sandbox, and sees copies of nothing
+        but plain values. An endless one is not stopped.
+
+        Args:
+            messages: each with role and content, which is text, or parts of text; or several
+                conversations of such.
+            options: as of `generate`.
+            chat_template: a template, or the name of one of the tokenizer's; None for its usual
+                one, or that of the folder.
+            add_generation_prompt: whether the text ends with what begins an answer; None for that,
+                unless continue_final_message.
+            continue_final_message: whether the text ends with that of the last message, to be gone
+                on with.
+            template_arguments: variables of the template, such as enable_thinking.
+            stream: as of `generate`.
+            others: likewise.
+
+        Raises:
+            TypeError: messages are of another kind.
+            ValueError: there is no tokenizer, or no template; it refuses the messages, or fails.
+            As generate.
+        """
+        self._check_usable()
+        if self.tokenizer is None:
+            raise ValueError("chat: the engine has no tokenizer, expected one, for text")
+        texts = texts_of(
+            messages,
+            templates_of(self.tokenizer, self.chat_templates),
+            chat_template,
+            template_arguments,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+        )
+        tokens = [encoded_whole(self.tokenizer, text) for text in texts]
+        found: Any = self.generate(tokens, options, stream=stream, **others)  # type: ignore[call-overload]
+        answer: list[Completion] | Stream = found
+        return answer
+
+    def _reader(self, adds_special_tokens: bool) -> PromptReader:
+        if type(adds_special_tokens) is not bool:
+            raise TypeError(
+                f"generate: add_special_tokens is {adds_special_tokens!r:.60}, expected True or"
+                " False"
+            )
+        return PromptReader(
+            self.tokenizer, self._vocabulary, self.stop_tokens, self.pad_tokens, adds_special_tokens
+        )
 
     def _ask(
         self,
@@ -225,7 +355,14 @@ class InferenceEngine:
         stream: bool,
     ) -> None:
         """Make a request for each completion, all of which have room when they are alone."""
-        for i, (tokens, wanted) in enumerate(zip(prompts, options, strict=True)):
+        for i, (tokens, asked) in enumerate(zip(prompts, options, strict=True)):
+            wanted = with_room(asked, self._scheduler.room_behind(len(tokens), self.max_tokens))
+            unknown = [token for token, _ in wanted.biases if token >= self._vocabulary]
+            if unknown:
+                raise ValueError(
+                    f"generate: logit_bias has token {unknown[0]}, expected 0 to"
+                    f" {self._vocabulary - 1}"
+                )
             if wanted.stop and self.tokenizer is None:
                 raise ValueError(
                     f"generate: stop is {wanted.stop}, expected none, as the engine has no"
@@ -329,17 +466,3 @@ class InferenceEngine:
 def _bar(total: int) -> Any:
     """Return a bar of tokens, on stderr if that is a terminal."""
     return tqdm(total=total, unit="token", disable=None)
-
-
-def _several(options: Options, count: int) -> list[SamplingOptions]:
-    """Return so many options, or those that are given one by one."""
-    if isinstance(options, SamplingOptions):
-        return [options] * count
-    if isinstance(options, Iterable) and not isinstance(options, Mapping):
-        some = list(options)
-        if all(isinstance(each, SamplingOptions) for each in some):
-            return some
-    raise TypeError(
-        f"generate: options is {options!r:.60}, expected SamplingOptions, or a sequence of them;"
-        " one option may be given by its name, as n=2"
-    )

@@ -62,13 +62,17 @@ class Scheduler:
         self._table = SlotTable(self._slots, self._pages)
         self._unread: deque[Queued] = deque()
 
+    def room_behind(self, prompt: int, max_tokens: int) -> int:
+        """Return how many new tokens have room behind a prompt of so many, when it is alone."""
+        return min(max_tokens, self._pages * PAGE + 1) - prompt  # the last one is not kept
+
     def check_capacity(self, request: Request, max_tokens: int) -> None:
         """Raise unless a request fits when it is alone.
 
         Raises:
             ValueError: it does not.
         """
-        prompt, new = request.prompt, request.options.max_new_tokens
+        prompt, new = request.prompt, request.max_new_tokens
         if len(prompt.tokens) + new > max_tokens:
             raise ValueError(
                 f"generate: prompt {prompt.number} has {len(prompt.tokens)} tokens and"

@@ -77,7 +77,7 @@ class SlotTable:
         """Note that the next token of each of a batch is queued."""
         for request in batch.requests:
             request.queue_token()
-            if request.queued in (1, request.options.max_new_tokens):
+            if request.queued in (1, request.max_new_tokens):
                 self._regroup()
 
     def release(self, request: Request) -> None:

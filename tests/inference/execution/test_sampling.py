@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from deepspeed_ext.inference.execution.sampling import (
+    History,
     Kind,
     Parameters,
     SamplingOptions,
@@ -153,7 +154,7 @@ def test_a_penalty_is_that_of_transformers() -> None:
     seen = torch.zeros(1, 97, dtype=torch.bool)
     seen[0, ids[0]] = True
     for token in wanted[0].argsort(descending=True)[:20].tolist():
-        row = sample(logits, options.kind, parameters_of([options]), None, seen)
+        row = sample(logits, options.kind, parameters_of([options]), None, History(seen))
         assert row[0].tolist() == [token, wanted[0, token].item()]
         logits[0, token] = wanted[0, token] = -100.0
 
@@ -180,12 +181,14 @@ def test_sampling_is_batch_invariant(device: str, dtype: torch.dtype) -> None:
         some = [options[i] for i in rows.tolist()]
         at = rows.to(device)
         together = sample(
-            logits[at], kind_of(some), parameters_of(some, device), chances[at], seen[at]
+            logits[at], kind_of(some), parameters_of(some, device), chances[at], History(seen[at])
         )
         for i, row in enumerate(rows.tolist()):
             one = parameters_of([options[row]], device)
             here = slice(row, row + 1)
-            alone = sample(logits[here], options[row].kind, one, chances[here], seen[here])[0]
+            alone = sample(
+                logits[here], options[row].kind, one, chances[here], History(seen[here])
+            )[0]
             both = min(len(alone), together.shape[1], 4)
             assert torch.equal(alone[:both], together[i, :both]), options[row]
             if options[row].logprobs:
@@ -320,7 +323,7 @@ def test_extreme_numbers_have_a_meaning() -> None:
     for temperature in (1e30, 1e300):
         hot = SamplingOptions(temperature=temperature, repetition_penalty=temperature)
         seen = logits == logits.min()
-        rows = sample(logits, hot.kind, parameters_of([hot]), half, seen)
+        rows = sample(logits, hot.kind, parameters_of([hot]), half, History(seen))
         assert 47 <= rows[0, 0] <= 49  # the middle of all, as the others are as likely
 
 

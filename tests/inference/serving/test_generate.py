@@ -104,7 +104,7 @@ def test_options_for_each_prompt() -> None:
         (b"Hi", {}, TypeError, f"prompts is b'Hi', {_EXPECTED}"),
         (5, {}, TypeError, f"prompts is 5, {_EXPECTED}"),
         (torch.tensor(5), {}, TypeError, f"prompts is 5, {_EXPECTED}"),
-        (dict(input_ids=[1]), {}, TypeError, f"prompts is {{'input_ids': [1]}}, {_EXPECTED}"),
+        (dict(ids=[1]), {}, TypeError, f"prompts is {{'ids': [1]}}, {_EXPECTED}"),
         (torch.empty(0), {}, TypeError, "prompts has dtype torch.float32, expected whole numbers"),
         (
             [[1], torch.ones(2)],
@@ -115,7 +115,7 @@ def test_options_for_each_prompt() -> None:
         ([1], dict(options=3), TypeError, f"options is 3, {_OPTIONS}"),
         ([1], dict(options={"n": 2}), TypeError, f"options is {{'n': 2}}, {_OPTIONS}"),
         ([1], dict(options=["n"]), TypeError, f"options is ['n'], {_OPTIONS}"),
-        ([1], dict(temprature=1), TypeError, "option is temprature, expected one of max_new_"),
+        ([1], dict(temprature=1), TypeError, "option is temprature, expected temperature"),
         ([1], dict(top_p=2), ValueError, "top_p is 2, expected over 0, and 1 at most"),
     ],
 )
@@ -185,9 +185,9 @@ def tokens_of(completions: list[Completion]) -> list[list[int]]:
 
 
 def test_a_mask_says_which_tokens_count() -> None:
-    """To the left, to the right and in between, of tensors and lists."""
+    """To the left and to the right, of tensors and lists."""
     engine = tiny.engine(pad_tokens=[0])
-    rows, mask = [[0, 0, 5, 6], [7, 0, 8, 0], [1, 2, 3, 4]], [[0, 0, 1, 1], [1, 0, 1, 0], [1] * 4]
+    rows, mask = [[0, 0, 5, 6], [7, 8, 0, 0], [1, 2, 3, 4]], [[0, 0, 1, 1], [1, 1, 0, 0], [1] * 4]
     expected = engine.generate([[5, 6], [7, 8], [1, 2, 3, 4]], max_new_tokens=5)
     tensor, counts = torch.tensor(rows), torch.tensor(mask)
     for prompts in (rows, tensor, list(tensor)):
@@ -207,6 +207,7 @@ def test_a_mask_says_which_tokens_count() -> None:
         ([[1, 2], [3]], [[1, 1], [1, 1]], "has length 2 for prompt 1, expected 1, that of the pr"),
         ([[1, 2], [3]], [[1, 1], [0]], "counts no token of prompt 1, expected at least one"),
         ([[1, 2]], [[1, -1]], "has -1, expected 0 or 1"),
+        ([[1], [0, 1, 2, 3]], [[1], [0, 1, 0, 1]], "has 0 between ones for prompt 1, expected ze"),
         ([[1, 2]], torch.tensor([[0.0, float("nan")]]), "has nan, expected 0 or 1"),
         (["ab"], [[1, 1]], "is given and prompt 0 is text, expected None, or numbers of tokens"),
     ],
