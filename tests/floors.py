@@ -162,13 +162,13 @@ ROOMS = {  # inside of a package, likewise; its __init__ may import all
     "inference/weights": (("float8", "host_memory"), ("loader",), ("quantize_on_load",)),
     "inference/execution": (
         ("graphs", "page_table", "sampling", "to_device", "varlen_batch"),
-        ("encoder", "kv_cache"),
+        ("encoder", "kv_cache", "scoring"),
         ("decoder",),
         ("runner",),
         ("memory_budget",),
     ),
     "inference/requests": (
-        ("detokenizer", "state", "tokenizer"),
+        ("detokenizer", "logits", "state", "tokenizer"),
         ("prompts", "request"),
         ("stream",),
     ),

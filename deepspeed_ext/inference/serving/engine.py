@@ -9,16 +9,18 @@ from dataclasses import fields, replace
 from typing import Any, Literal, NoReturn, SupportsIndex, overload
 
 import torch
+from torch import Tensor
 from tqdm import tqdm  # type: ignore[import-untyped]
 
 from deepspeed_ext.inference.execution.decoder import Decoder
 from deepspeed_ext.inference.execution.kv_cache import KVCache
 from deepspeed_ext.inference.execution.memory_budget import check_positions
 from deepspeed_ext.inference.execution.runner import ModelRunner
-from deepspeed_ext.inference.execution.sampling import SamplingOptions, key_of
+from deepspeed_ext.inference.execution.sampling import MOST_LOGPROBS, SamplingOptions, key_of
 from deepspeed_ext.inference.requests.detokenizer import Detokenizer, run_byte_of
+from deepspeed_ext.inference.requests.logits import Logits, rows_of
 from deepspeed_ext.inference.requests.prompts import Mask, PromptReader, Prompts
-from deepspeed_ext.inference.requests.request import Call, Completion, Prompt, Request
+from deepspeed_ext.inference.requests.request import Call, Completion, Prompt, Request, Score
 from deepspeed_ext.inference.requests.stream import Stream
 from deepspeed_ext.inference.requests.tokenizer import Tokenizer
 from deepspeed_ext.inference.serving.fair_lock import FairLock
@@ -185,10 +187,89 @@ class InferenceEngine:
         some, call = reader.tokens_of(prompts, attention_mask), Call()
         wanted = self._options(options, changes, len(some))
         self._ask(call, some, wanted, stream)
+        if not stream:
+            return self._completed(call, progress)
         running = Stream(call, self._advance, self._scheduler.cancel, self._sweep)
-        if stream:
-            self._scheduler.submit(call.requests)
-            return running
+        self._scheduler.submit(call.requests)
+        return running
+
+    def score(
+        self, prompts: Prompts, *, attention_mask: Mask | None = None, top_logprobs: int = 0
+    ) -> list[Score]:
+        """Return the log-probability of each token of texts but the first, after those before.
+
+        A text goes through the model once, as a prompt does, beside others and beside completions
+        of other threads; logits are there of some of its tokens at a time. With `pack_prefill`
+        others may change how it is rounded.
+
+        Args:
+            prompts: as of `generate`; max_tokens of the engine at most.
+            attention_mask: likewise.
+            top_logprobs: how many of the likeliest tokens, 0 to 20, are to be told in each place.
+
+        Returns:
+            A `Score` of each.
+
+        Raises:
+            TypeError, ValueError, RuntimeError: as `generate`.
+        """
+        if type(top_logprobs) is not int:
+            raise TypeError(f"score: top_logprobs is {top_logprobs!r}, expected an int")
+        if not 0 <= top_logprobs <= MOST_LOGPROBS:
+            raise ValueError(
+                f"score: top_logprobs is {top_logprobs}, expected 0 to {MOST_LOGPROBS}"
+            )
+        self._check_usable()
+        reader = PromptReader(self.tokenizer, self._vocabulary, self.stop_tokens, self.pad_tokens)
+        some, call = reader.tokens_of(prompts, attention_mask), Call()
+        wanted = SamplingOptions(max_new_tokens=0, prompt_logprobs=top_logprobs)
+        self._ask(call, some, [wanted] * len(some), False)
+        found = zip(some, self._completed(call), strict=True)
+        return [
+            Score(tokens, one.prompt_logprobs or [], one.prompt_top_logprobs)
+            for tokens, one in found
+        ]
+
+    def __call__(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> Logits:
+        """Return the logits after each token, as the model does; they have no gradients.
+
+        All of them are there at once; `score` tells log-probabilities without.
+
+        Args:
+            input_ids: (texts, n), whole numbers, on any device.
+            attention_mask: the same shape: 1 or True for tokens that count, and 0 or False for
+                padding, on the left or on the right; None: all count.
+
+        Returns:
+            Logits of the dtype and on the device of the engine, 0 for padding.
+
+        Raises:
+            TypeError: an argument is no tensor.
+            ValueError: an argument does not fit; a text has more tokens than max_tokens.
+            RuntimeError: as `generate`; logits that are not finite are returned as they are.
+        """
+        self._check_usable()
+        rows = rows_of(input_ids, attention_mask, self._vocabulary)
+        call, wanted = Call(), SamplingOptions(max_new_tokens=0)
+        with self._here():
+            dtype, shape = (
+                self.decoder.weights.embedding.dtype,
+                (*input_ids.shape, self._vocabulary),
+            )
+            out = torch.zeros(shape, dtype=dtype, device=self.device)
+        for text, begin, tokens in rows:
+            prompt = Prompt(text, tokens, logits=out[text, begin : begin + len(tokens)])
+            self._add(call, Request(prompt, wanted, 0, 0, 0, frozenset(), None, None))
+        self._completed(call)
+        if self._stream is not None:
+            current = torch.cuda.current_stream(self.device)
+            current.wait_stream(self._stream)
+            out.record_stream(current)
+        return Logits(out)
+
+    def _completed(self, call: Call, progress: bool = False) -> list[Completion]:
+        """Let a call take part, and return what comes of it."""
+        running = Stream(call, self._advance, self._scheduler.cancel, self._sweep)
         total = sum(request.options.max_new_tokens for request in call.requests)
         try:
             self._scheduler.submit(call.requests)
@@ -241,8 +322,12 @@ class InferenceEngine:
                     text = Detokenizer(decode, wanted.stop, in_pieces=stream, run_byte=byte)
                 key, news = key_of(seed, sample), deque[tuple[int, str]]() if stream else None
                 one = Request(prompt, wanted, sample, seed, key, frozenset(stop), text, news)
-                self._scheduler.check_capacity(one, self.max_tokens)
-                call.add(one)
+                self._add(call, one)
+
+    def _add(self, call: Call, request: Request) -> None:
+        """Make a request part of a call, if it has room when it is alone."""
+        self._scheduler.check_capacity(request, self.max_tokens)
+        call.add(request)
 
     def _run_byte(self, tokenizer: Tokenizer) -> int | None:
         """Return what `run_byte_of` does, which is asked once for a tokenizer."""
