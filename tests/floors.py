@@ -237,7 +237,7 @@ ROOMS = {  # inside of a package, likewise; its __init__ may import all
         ("gpt_engine", "trainer"),
         ("compare", "compare_states", "options"),
         ("search_docs", "sharded"),
-        ("train_gpt",),
+        ("perplexity", "train_gpt"),
     ),
 }
 NATIVE_FLOORS = {  # what a family stands on, beside itself and common
