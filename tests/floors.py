@@ -171,9 +171,10 @@ ROOMS = {  # inside of a package, likewise; its __init__ may import all
         ("detokenizer", "logits", "state", "tokenizer"),
         ("prompts", "request"),
         ("stream",),
+        ("async_stream",),
     ),
     "inference/serving": (
-        ("encoder_engine", "fair_lock", "roofline", "slot_table"),
+        ("encoder_engine", "fair_lock", "roofline", "slot_table", "step_thread"),
         ("step_plan",),
         ("scheduler",),
         ("engine",),

@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from deepspeed_ext.inference.execution.sampling import SamplingOptions
     from deepspeed_ext.inference.initialize import init_inference
     from deepspeed_ext.inference.model.policy import Key, Names, Policy, Sizes, Windows
+    from deepspeed_ext.inference.requests.async_stream import AsyncStream
     from deepspeed_ext.inference.requests.logits import Logits
     from deepspeed_ext.inference.requests.request import Completion, Score
     from deepspeed_ext.inference.requests.stream import Piece, Stream
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     from deepspeed_ext.inference.serving.engine import InferenceEngine
 
 __all__ = [
+    "AsyncStream",
     "Completion",
     "EncoderEngine",
     "InferenceEngine",
@@ -36,6 +38,7 @@ __all__ = [
 ]
 
 _HOMES = {
+    "AsyncStream": "requests.async_stream",
     **dict.fromkeys(("Completion", "Score"), "requests.request"),
     "EncoderEngine": "serving.encoder_engine",
     "InferenceEngine": "serving.engine",

@@ -2,6 +2,7 @@
 
 import math
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -110,6 +111,7 @@ class Call:
         tokens: of all.
         error: of the first that failed.
         ready: those that have told something since, if that is wanted; some more than once.
+        notify: is called, within a step, whenever there is something new; or None.
     """
 
     requests: "list[Request]" = field(default_factory=list)
@@ -117,6 +119,7 @@ class Call:
     tokens: int = 0
     error: Exception | None = None
     ready: "deque[Request]" = field(default_factory=deque)
+    notify: Callable[[], None] | None = None
 
     def add(self, request: "Request") -> None:
         """Make a request part of the call; one that is for nothing is done at once.
@@ -134,6 +137,8 @@ class Call:
         """Find out again what an interruption may have left wrong."""
         self.ready.extend(request for request in self.requests if request.news is not None)
         self.open = sum(not request.is_done for request in self.requests)
+        if self.notify is not None:
+            self.notify()
 
 
 @dataclass(eq=False)
@@ -297,12 +302,16 @@ class Request:
         if self.news is not None:
             self.news.append((token, piece))
             self.call.ready.append(self)
+            if self.call.notify is not None:
+                self.call.notify()
 
     def _end(self) -> None:
         """Let the call know that it is done."""
         if self.news is not None:
             self.call.ready.append(self)
         self.call.open -= 1  # last: whoever finds that none is open has been told of all
+        if self.call.notify is not None:
+            self.call.notify()
 
     def _become(self, state: State) -> None:
         if state not in NEXT[self.state]:

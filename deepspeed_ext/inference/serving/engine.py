@@ -17,6 +17,7 @@ from deepspeed_ext.inference.execution.kv_cache import KVCache
 from deepspeed_ext.inference.execution.memory_budget import check_positions
 from deepspeed_ext.inference.execution.runner import ModelRunner
 from deepspeed_ext.inference.execution.sampling import MOST_LOGPROBS, SamplingOptions, key_of
+from deepspeed_ext.inference.requests.async_stream import AsyncStream
 from deepspeed_ext.inference.requests.detokenizer import Detokenizer, run_byte_of
 from deepspeed_ext.inference.requests.logits import Logits, rows_of
 from deepspeed_ext.inference.requests.prompts import Mask, PromptReader, Prompts
@@ -25,6 +26,7 @@ from deepspeed_ext.inference.requests.stream import Stream
 from deepspeed_ext.inference.requests.tokenizer import Tokenizer
 from deepspeed_ext.inference.serving.fair_lock import FairLock
 from deepspeed_ext.inference.serving.scheduler import Scheduler
+from deepspeed_ext.inference.serving.step_thread import StepThread
 
 Options = SamplingOptions | Sequence[SamplingOptions]
 _NAMES = tuple(field.name for field in fields(SamplingOptions))
@@ -108,6 +110,7 @@ class InferenceEngine:
             packs=pack_prefill,
         )
         self._lock = FairLock()
+        self._steps = StepThread(self._advance, self._sweep)
         self._process = os.getpid()
         self._vocabulary = of.vocabulary
         self._asked: tuple[Tokenizer, int | None] | None = None
@@ -182,16 +185,40 @@ class InferenceEngine:
                 closed, belongs to another process, or computes a step within which this is called.
                 All completions of the call are cancelled.
         """
-        self._check_usable()
-        reader = PromptReader(self.tokenizer, self._vocabulary, self.stop_tokens, self.pad_tokens)
-        some, call = reader.tokens_of(prompts, attention_mask), Call()
-        wanted = self._options(options, changes, len(some))
-        self._ask(call, some, wanted, stream)
+        some = self._tokens_of(prompts, attention_mask)
+        call = self._ask(some, self._options(options, changes, len(some)), stream)
         if not stream:
             return self._completed(call, progress)
         running = Stream(call, self._advance, self._scheduler.cancel, self._sweep)
         self._scheduler.submit(call.requests)
         return running
+
+    def stream(
+        self,
+        prompts: Prompts,
+        options: Options | None = None,
+        *,
+        attention_mask: Mask | None = None,
+        **changes: Any,
+    ) -> AsyncStream:
+        """Return pieces of completions as they come, in a coroutine:
+
+            async for piece in engine.stream("Once upon a time", max_new_tokens=64): ...
+
+        One thread computes steps for all coroutines while one of them waits. It ends then.
+
+        Args:
+            prompts, options, attention_mask, changes: as of `generate`.
+
+        Raises:
+            TypeError, ValueError: as `generate`.
+            RuntimeError: no event loop runs; the engine is closed. What else `generate` raises, the
+                stream does.
+        """
+        some = self._tokens_of(prompts, attention_mask)
+        call = self._ask(some, self._options(options, changes, len(some)), True)
+        running = Stream(call, self._advance, self._scheduler.cancel, self._sweep, tells_ends=True)
+        return self._steps.follow(call, running, lambda: self._scheduler.submit(call.requests))
 
     def score(
         self, prompts: Prompts, *, attention_mask: Mask | None = None, top_logprobs: int = 0
@@ -219,11 +246,9 @@ class InferenceEngine:
             raise ValueError(
                 f"score: top_logprobs is {top_logprobs}, expected 0 to {MOST_LOGPROBS}"
             )
-        self._check_usable()
-        reader = PromptReader(self.tokenizer, self._vocabulary, self.stop_tokens, self.pad_tokens)
-        some, call = reader.tokens_of(prompts, attention_mask), Call()
+        some = self._tokens_of(prompts, attention_mask)
         wanted = SamplingOptions(max_new_tokens=0, prompt_logprobs=top_logprobs)
-        self._ask(call, some, [wanted] * len(some), False)
+        call = self._ask(some, [wanted] * len(some), False)
         found = zip(some, self._completed(call), strict=True)
         return [
             Score(tokens, one.prompt_logprobs or [], one.prompt_top_logprobs)
@@ -298,14 +323,14 @@ class InferenceEngine:
             raise ValueError(f"generate: options have length {len(some)}, expected {count}")
         return [replace(each, **changes) for each in some]
 
-    def _ask(
-        self,
-        call: Call,
-        prompts: list[list[int]],
-        options: list[SamplingOptions],
-        stream: bool,
-    ) -> None:
+    def _tokens_of(self, prompts: Prompts, mask: Mask | None) -> list[list[int]]:
+        self._check_usable()
+        reader = PromptReader(self.tokenizer, self._vocabulary, self.stop_tokens, self.pad_tokens)
+        return reader.tokens_of(prompts, mask)
+
+    def _ask(self, prompts: list[list[int]], options: list[SamplingOptions], stream: bool) -> Call:
         """Make a request for each completion, all of which have room when they are alone."""
+        call = Call()
         for i, (tokens, wanted) in enumerate(zip(prompts, options, strict=True)):
             if wanted.stop and self.tokenizer is None:
                 raise ValueError(
@@ -323,6 +348,7 @@ class InferenceEngine:
                 key, news = key_of(seed, sample), deque[tuple[int, str]]() if stream else None
                 one = Request(prompt, wanted, sample, seed, key, frozenset(stop), text, news)
                 self._add(call, one)
+        return call
 
     def _add(self, call: Call, request: Request) -> None:
         """Make a request part of a call, if it has room when it is alone."""
