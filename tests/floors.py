@@ -170,20 +170,22 @@ ROOMS = {  # inside of a package, likewise; its __init__ may import all
     ),
     "inference/execution": (
         ("graphs", "page_table", "sampling", "to_device", "varlen_batch"),
-        ("encoder", "kv_cache"),
+        ("encoder", "kv_cache", "scoring"),
         ("decoder",),
         ("runner",),
         ("memory_budget",),
     ),
     "inference/requests": (
-        ("detokenizer", "options", "state", "template_sandbox", "tokenizer"),
+        ("detokenizer", "logits", "options", "state", "template_sandbox", "tokenizer"),
         ("chat", "prompts", "request"),
         ("sequences", "stream"),
+        ("async_stream",),
     ),
     "inference/serving": (
-        ("encoder_engine", "fair_lock", "roofline", "slot_table"),
+        ("encoder_engine", "fair_lock", "roofline", "slot_table", "step_thread"),
         ("step_plan",),
         ("scheduler",),
+        ("engine_core",),
         ("engine",),
     ),
     "ops/attention": (
@@ -245,7 +247,7 @@ ROOMS = {  # inside of a package, likewise; its __init__ may import all
         ("gpt_engine", "trainer"),
         ("compare", "compare_states", "options"),
         ("search_docs", "sharded"),
-        ("train_gpt",),
+        ("perplexity", "train_gpt"),
     ),
 }
 NATIVE_FLOORS = {  # what a family stands on, beside itself and common

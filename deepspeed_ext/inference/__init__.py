@@ -11,21 +11,26 @@ if TYPE_CHECKING:
     from deepspeed_ext.inference.execution.sampling import SamplingOptions
     from deepspeed_ext.inference.initialize import init_inference
     from deepspeed_ext.inference.model.policy import Key, Names, Policy, Sizes, Windows
-    from deepspeed_ext.inference.requests.request import Completion
+    from deepspeed_ext.inference.requests.async_stream import AsyncStream
+    from deepspeed_ext.inference.requests.logits import Logits
+    from deepspeed_ext.inference.requests.request import Completion, Score
     from deepspeed_ext.inference.requests.stream import Piece, Stream
     from deepspeed_ext.inference.serving.encoder_engine import EncoderEngine
     from deepspeed_ext.inference.serving.engine import InferenceEngine
 
 __all__ = [
+    "AsyncStream",
     "Completion",
     "EncoderEngine",
     "InferenceEngine",
     "KVCache",
     "Key",
+    "Logits",
     "Names",
     "Piece",
     "Policy",
     "SamplingOptions",
+    "Score",
     "Sizes",
     "Stream",
     "Windows",
@@ -33,10 +38,12 @@ __all__ = [
 ]
 
 _HOMES = {
-    "Completion": "requests.request",
+    "AsyncStream": "requests.async_stream",
+    **dict.fromkeys(("Completion", "Score"), "requests.request"),
     "EncoderEngine": "serving.encoder_engine",
     "InferenceEngine": "serving.engine",
     "KVCache": "execution.kv_cache",
+    "Logits": "requests.logits",
     **dict.fromkeys(("Key", "Names", "Policy", "Sizes", "Windows"), "model.policy"),
     **dict.fromkeys(("Piece", "Stream"), "requests.stream"),
     "SamplingOptions": "execution.sampling",

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from deepspeed_ext.inference.execution.kv_cache import KVCache
 from deepspeed_ext.inference.execution.runner import ROWS
+from deepspeed_ext.inference.execution.scoring import ORDERED, SCORED
 from deepspeed_ext.inference.model.architecture import Architecture
 from deepspeed_ext.op_builder.toolchain import free_memory
 from deepspeed_ext.ops.attention.paged_kv import PAGE
@@ -78,7 +79,8 @@ def working_bytes(
     states += packed * 2 * (of.heads + of.kv_heads) * of.head_dim * dtype.itemsize
     floats = wide * of.hidden * dtype.itemsize if is_quantized and tokens > ROWS else 0
     choice = min(max_batch, ROWS) * of.vocabulary * _BYTES_OF_LOGIT
-    return max(states + floats, choice)
+    scored = (min(tokens, SCORED) * dtype.itemsize + ORDERED * _BYTES_OF_LOGIT) * of.vocabulary
+    return max(states + floats, choice, scored)
 
 
 def check_positions(of: Architecture, positions: Tensor | None, max_tokens: int) -> None:

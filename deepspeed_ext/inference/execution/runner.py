@@ -21,6 +21,7 @@ from deepspeed_ext.inference.execution.sampling import (
     SamplingOptions,
     sample,
 )
+from deepspeed_ext.inference.execution.scoring import SCORED, score
 from deepspeed_ext.inference.execution.to_device import ready_to_send
 
 ROWS = 64  # of a step at most: up to so many, a row has the same bits in any batch
@@ -47,6 +48,19 @@ class Answer:
             self._event.synchronize()
         rows: list[list[float]] = self._rows.tolist()
         return rows
+
+
+class Prefilled(NamedTuple):
+    """Last hidden states of a pass over parts of prompts.
+
+    Args:
+        last: (rows, hidden): those of running requests, then of the last token of each part.
+        parts: (tokens, hidden) each: those of all tokens of a part. They are views of what the pass
+            leaves, all of which is kept as long as they are.
+    """
+
+    last: Tensor
+    parts: list[Tensor]
 
 
 class Inputs(NamedTuple):
@@ -118,8 +132,8 @@ class ModelRunner:
             self._history = self._history._replace(**{name: kept})
         return kept
 
-    def prefill(self, slot: int, tokens: list[int], pad_to: int) -> Tensor:
-        """Prefill a part of a prompt, and return its last hidden state, (1, hidden).
+    def prefill(self, slot: int, tokens: list[int], pad_to: int) -> Prefilled:
+        """Prefill a part of a prompt.
 
         Args:
             slot: of the cache, which has reserved it.
@@ -132,11 +146,11 @@ class ModelRunner:
         slots = self._sent([slot], torch.int32)
         part = self._sent(padded, torch.int64)[None]
         hidden = self._decoder.hidden(part, self._cache, slots, counts)
-        return hidden[:, count - 1].clone()  # or those of all tokens would be kept as well
+        return Prefilled(hidden[:, count - 1].clone(), [hidden[0, :count]])
 
     def prefill_packed(
         self, running: list[int], slots: list[int], parts: list[list[int]], pad_to: int
-    ) -> Tensor:
+    ) -> Prefilled:
         """Prefill parts of prompts, and decode the next token of running requests, in one pass.
 
         Args:
@@ -144,9 +158,6 @@ class ModelRunner:
             slots: of the parts, reserved likewise. No slot is there twice.
             parts: of prompts; see `prefill`.
             pad_to: a multiple of this many tokens is computed.
-
-        Returns:
-            (rows, hidden): the last hidden states of running requests, then of the parts.
         """
         longest, before = max(map(len, parts)), len(running)
         tokens, to_packed, begins = list[int](), list[int](), list[int]()
@@ -168,7 +179,33 @@ class ModelRunner:
         sent = torch.cat([own, self._sent(tokens, torch.int64)])[None]
         slots_of_parts = self._sent(slots, torch.int32)
         hidden = self._decoder.hidden(sent, self._cache, slots_of_parts, counts, pack)
-        return hidden[0, self._sent(last, torch.int64)]
+        of_parts = [
+            hidden[0, begin : begin + len(part)] for begin, part in zip(begins, parts, strict=True)
+        ]
+        return Prefilled(hidden[0, self._sent(last, torch.int64)], of_parts)
+
+    def score(self, hidden: Tensor, tokens: list[int], count: int) -> Answer:
+        """Score tokens, each by the last hidden state of the one before it; see `score`.
+
+        Logits are there of a part of the tokens at a time.
+
+        Args:
+            hidden: (n, hidden).
+            tokens: n of them.
+            count: how many of the likeliest tokens are told with each.
+        """
+        if not tokens:
+            return Answer(hidden.new_empty(0, 0))
+        came = self._sent(tokens, torch.int64)
+        count = min(count, self._decoder.of.vocabulary)
+        parts = zip(hidden.split(SCORED), came.split(SCORED), strict=True)
+        return Answer(torch.cat([score(self._decoder.logits(x), some, count) for x, some in parts]))
+
+    def write_logits(self, hidden: Tensor, out: Tensor) -> Answer:
+        """Write the logits of last hidden states, (n, vocabulary); the answer has no rows."""
+        for x, into in zip(hidden.split(SCORED), out.split(SCORED), strict=True):
+            into.copy_(self._decoder.logits(x))
+        return Answer(hidden.new_empty(0, 0))
 
     def sample(self, slots: list[int], hidden: Tensor, uniforms: list[float], kind: Kind) -> Answer:
         """Sample the next token of each slot, of which the last hidden states are known.

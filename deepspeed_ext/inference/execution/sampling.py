@@ -72,6 +72,7 @@ class SamplingOptions:
         n: how many completions of the prompt, each with draws of its own.
         logprobs: None, or how many of the likeliest tokens, 0 to 20, are to be told with each token
             beside its own log-probability.
+        prompt_logprobs: None, or the same for the tokens of the prompt but the first.
 
     Raises:
         TypeError: an argument is of a wrong kind.
@@ -92,6 +93,7 @@ class SamplingOptions:
     seed: int | None = None
     n: int = 1
     logprobs: int | None = None
+    prompt_logprobs: int | None = None
 
     def __post_init__(self) -> None:
         for name, want in (("stop", "strings"), ("stop_tokens", "ints or None")):
@@ -104,6 +106,7 @@ class SamplingOptions:
             ("n", 1, 2**31 - 1),
             ("seed", 0, _WORD),
             ("logprobs", 0, MOST_LOGPROBS),
+            ("prompt_logprobs", 0, MOST_LOGPROBS),
         ):
             value = getattr(self, name)
             if value is not None or name in ("top_k", "n"):
@@ -323,7 +326,7 @@ def sample(
         largest = raw.amax(-1, keepdim=True)
         columns += [raw.gather(1, token[:, None])[:, 0] - largest[:, 0], softmax(raw).amax(-1)]
         if kind.logprobs > 0:
-            tokens = _likeliest(raw, min(kind.logprobs, raw.shape[-1]))
+            tokens = likeliest(raw, min(kind.logprobs, raw.shape[-1]))
             columns += [*tokens.unbind(1), *(raw.gather(1, tokens) - largest).unbind(1)]
     return torch.stack([column.double() for column in columns], -1)
 
@@ -417,7 +420,7 @@ def _drawn(weights: Tensor, uniforms: Tensor) -> Tensor:
     return (run * _RUN + place)[:, 0].clamp(0, vocabulary - 1)  # whatever it is after NaN
 
 
-def _likeliest(x: Tensor, count: int) -> Tensor:
+def likeliest(x: Tensor, count: int) -> Tensor:
     """Return the tokens of the largest logits, the first of equal ones first: (batch, count)."""
     bits = x.contiguous().view(torch.int32)
     order = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits).long()  # ordered as floats are

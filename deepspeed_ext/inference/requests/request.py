@@ -2,6 +2,7 @@
 
 import math
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -30,6 +31,9 @@ class Completion:
         prompt: its number in the call.
         sample: the number of the completion of that prompt.
         seed: of its draws.
+        prompt_logprobs: None, or likewise of each token of the prompt but the first; fewer if it
+            was cancelled before all were computed.
+        prompt_top_logprobs: None, or for each of those the likeliest tokens, with their logprobs.
     """
 
     tokens: list[int]
@@ -41,9 +45,26 @@ class Completion:
     prompt: int
     sample: int
     seed: int
+    prompt_logprobs: list[float] | None = None
+    prompt_top_logprobs: list[list[tuple[int, float]]] | None = None
 
     def __str__(self) -> str:
         return str(self.tokens) if self.text is None else self.text
+
+
+@dataclass(frozen=True)
+class Score:
+    """What a model thinks of a text.
+
+    Args:
+        tokens: of the text.
+        logprobs: of each token but the first the logarithm of its probability after those before.
+        top_logprobs: None, or for each of these the likeliest tokens in its place, with theirs.
+    """
+
+    tokens: list[int]
+    logprobs: list[float]
+    top_logprobs: list[list[tuple[int, float]]] | None
 
 
 @dataclass(eq=False)
@@ -55,12 +76,18 @@ class Prompt:
         tokens: of the prompt.
         slots: those that hold it now.
         hidden: its last hidden state, once there is one, (1, hidden).
+        logits: None, or what the logits of its tokens are written to, (tokens, vocabulary).
+        logprobs: of its tokens but the first, as far as they are known, if they are wanted.
+        top_logprobs: likewise.
     """
 
     number: int
     tokens: list[int]
     slots: list[int] = field(default_factory=list)
     hidden: Tensor | None = None
+    logits: Tensor | None = None
+    logprobs: list[float] = field(default_factory=list)
+    top_logprobs: list[list[tuple[int, float]]] = field(default_factory=list)
 
     @property
     def last_hidden(self) -> Tensor:
@@ -84,6 +111,7 @@ class Call:
         tokens: of all.
         error: of the first that failed.
         ready: those that have told something since, if that is wanted; some more than once.
+        notify: is called, within a step, whenever there is something new; or None.
     """
 
     requests: "list[Request]" = field(default_factory=list)
@@ -91,19 +119,26 @@ class Call:
     tokens: int = 0
     error: Exception | None = None
     ready: "deque[Request]" = field(default_factory=deque)
+    notify: Callable[[], None] | None = None
 
     def add(self, request: "Request") -> None:
-        """Make a request part of the call; one for no tokens is done at once."""
+        """Make a request part of the call; one that is for nothing is done at once.
+
+        What is wanted of the prompt itself comes with its first completion.
+        """
         request.call = self
         self.requests.append(request)
         self.open += 1
-        if request.max_new_tokens == 0:
+        is_for_prompt = request.tells_of_prompt and request.sample == 0
+        if request.max_new_tokens == 0 and not is_for_prompt:
             request._finish("length")
 
     def recount(self) -> None:
         """Find out again what an interruption may have left wrong."""
         self.ready.extend(request for request in self.requests if request.news is not None)
         self.open = sum(not request.is_done for request in self.requests)
+        if self.notify is not None:
+            self.notify()
 
 
 @dataclass(eq=False)
@@ -170,6 +205,12 @@ class Request:
         return self.queued < self.max_new_tokens
 
     @property
+    def tells_of_prompt(self) -> bool:
+        """Whether something is wanted of all tokens of the prompt, or of all but the first."""
+        is_scored = self.options.prompt_logprobs is not None and len(self.prompt.tokens) > 1
+        return is_scored or self.prompt.logits is not None
+
+    @property
     def kept_tokens(self) -> int:
         """How many tokens its slot will have: the last new one is not put in."""
         return len(self.prompt.tokens) + max(self.max_new_tokens - 1, 0)
@@ -205,11 +246,7 @@ class Request:
         self._expect(State.RUNNING)
         token, best = int(row[0]), row[1]
         if not math.isfinite(best):
-            self.fail(
-                f"generate: the logits for token {len(self.tokens)} after prompt"
-                f" {self.prompt.number} have {best} as the largest, expected finite ones;"
-                " a weight is not finite, or numbers become too large for the dtype"
-            )
+            self._refuse(f"token {len(self.tokens)} after", best)
             return
         if token in self.stop_tokens:
             self.stop = token
@@ -225,6 +262,33 @@ class Request:
             self._finish("stop")
         elif len(self.tokens) == self.max_new_tokens:
             self._finish("length")
+
+    def accept_part(self, begin: int, end: int, rows: list[list[float]]) -> None:
+        """Take what is told of the prompt's tokens from begin to end; see `score` for the rows.
+
+        A row is about the token behind its own. A part may come again, after another completion of
+        the prompt was cancelled, and is the same then.
+        """
+        prompt, scored, top = self.prompt, [], []
+        for i, (largest, logprob, *rest) in enumerate(rows, begin + 1):
+            if not math.isfinite(largest):
+                self._refuse(f"token {i} of", largest)
+                return
+            scored.append(logprob)
+            half = len(rest) // 2
+            pairs = zip(map(int, rest[:half]), rest[half:], strict=True)
+            top.append(list(pairs))
+        prompt.logprobs[begin : begin + len(rows)] = scored
+        prompt.top_logprobs[begin : begin + len(rows)] = top
+        if end == len(prompt.tokens) and self.max_new_tokens == 0:
+            self._finish("length")
+
+    def _refuse(self, which: str, largest: float) -> None:
+        self.fail(
+            f"generate: the logits for {which} prompt {self.prompt.number} have {largest} as the"
+            " largest, expected finite ones; a weight is not finite, or numbers become too large"
+            " for the dtype"
+        )
 
     def cancel(self) -> None:
         """End it as it is."""
@@ -244,12 +308,16 @@ class Request:
         if self.news is not None:
             self.news.append((token, piece))
             self.call.ready.append(self)
+            if self.call.notify is not None:
+                self.call.notify()
 
     def _end(self) -> None:
         """Let the call know that it is done."""
         if self.news is not None:
             self.call.ready.append(self)
         self.call.open -= 1  # last: whoever finds that none is open has been told of all
+        if self.call.notify is not None:
+            self.call.notify()
 
     def _become(self, state: State) -> None:
         if state not in NEXT[self.state]:
@@ -286,7 +354,7 @@ class Request:
     def completion(self) -> Completion:
         """Return what came of it."""
         assert self.finish_reason is not None
-        wants = self.options.logprobs
+        wants, of_prompt = self.options.logprobs, self.options.prompt_logprobs
         return Completion(
             self.tokens,
             None if self.detokenizer is None else self.detokenizer.value,
@@ -297,4 +365,6 @@ class Request:
             self.prompt.number,
             self.sample,
             self.seed,
+            None if of_prompt is None else self.prompt.logprobs,
+            None if not of_prompt else self.prompt.top_logprobs,
         )

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from deepspeed_ext.inference.requests.request import Call, Completion, Request
+from deepspeed_ext.inference.requests.request import Call, Completion, FinishReason, Request
 
 
 @dataclass(frozen=True)
@@ -16,12 +16,19 @@ class Piece:
         tokens: new ones.
         text: of which they are the whole characters, once it is sure that no stop string begins in
             them; "" without a tokenizer.
+        logprobs: of the tokens, or None if they were not asked for; see `Completion`.
+        top_logprobs: likewise.
+        finish_reason: of the last piece of a completion of an `AsyncStream`, which may have nothing
+            else; None elsewhere.
     """
 
     prompt: int
     sample: int
     tokens: list[int]
     text: str
+    logprobs: list[float] | None = None
+    top_logprobs: list[list[tuple[int, float]]] | None = None
+    finish_reason: FinishReason | None = None
 
     def __str__(self) -> str:
         return self.text
@@ -35,6 +42,7 @@ class Stream(Iterator[Piece]):
         advance: lets the engine compute a step, unless what it is given is true by then.
         cancel: notes that a request is to end as it is.
         sweep: lets the engine end what was cancelled, unless what it is given is true by then.
+        tells_ends: whether the last piece of each completion says so.
     """
 
     def __init__(
@@ -43,29 +51,46 @@ class Stream(Iterator[Piece]):
         advance: Callable[[Callable[[], bool]], None],
         cancel: Callable[[Request], None],
         sweep: Callable[[Callable[[], bool]], None],
+        tells_ends: bool = False,
     ) -> None:
         self._call, self._advance, self._cancel, self._sweep = call, advance, cancel, sweep
         self._is_closed = False
         self._held: dict[Request, list[int]] = {}  # tokens whose text is not sure yet
+        self._told: dict[Request, int] = {}  # tokens that were in pieces
+        self._tells_ends, self._ended = tells_ends, set[Request]()
 
     def __iter__(self) -> "Stream":
         return self
 
     def __next__(self) -> Piece:
-        call = self._call
-        while not self._is_closed:
-            is_last = call.open == 0  # before it is looked what they have told
-            while call.ready:
-                piece = self._taken(call.ready.popleft())
-                if piece is not None:
-                    return piece
-            if call.error is not None:
-                self.close()
-                raise call.error
-            if is_last:
-                break
+        while True:
+            piece = self.take()
+            if piece is not None:
+                return piece
+            if self._is_closed:
+                raise StopIteration
             self.advance()
-        raise StopIteration
+
+    def take(self) -> Piece | None:
+        """Return the next piece that is there; None if none is, or none will be: it is closed then.
+
+        Raises:
+            RuntimeError: a completion has failed.
+        """
+        call = self._call
+        if self._is_closed:
+            return None
+        is_last = call.open == 0  # before it is looked what they have told
+        while call.ready:
+            piece = self._taken(call.ready.popleft())
+            if piece is not None:
+                return piece
+        if call.error is not None:
+            self.close()
+            raise call.error
+        if is_last:
+            self.close()
+        return None
 
     def _taken(self, request: Request) -> Piece | None:
         """Return what a request has told since, or None if that is nothing to tell yet."""
@@ -76,11 +101,37 @@ class Stream(Iterator[Piece]):
             token, piece = request.news.popleft()
             tokens += [token] if token >= 0 else []
             text += piece
-        if text or (tokens and (request.detokenizer is None or was_done)):
-            return Piece(request.prompt.number, request.sample, tokens, text)
+        reason = request.finish_reason if was_done and self._tells_ends else None
+        if reason is not None and request in self._ended:
+            return None
+        if text or reason or (tokens and (request.detokenizer is None or was_done)):
+            return self._piece(request, tokens, text, reason)
         if tokens:
             self._held[request] = tokens
         return None
+
+    def _piece(
+        self, request: Request, tokens: list[int], text: str, reason: FinishReason | None
+    ) -> Piece:
+        begin = self._told.get(request, 0)
+        end = self._told[request] = begin + len(tokens)
+        wants = request.options.logprobs
+        if reason is not None:
+            self._ended.add(request)
+        return Piece(
+            request.prompt.number,
+            request.sample,
+            tokens,
+            text,
+            None if wants is None else request.logprobs[begin:end],
+            None if not wants else request.top_logprobs[begin:end],
+            reason,
+        )
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether there are no more pieces."""
+        return self._is_closed
 
     def advance(self) -> None:
         """Wait until there is more, or for one step."""

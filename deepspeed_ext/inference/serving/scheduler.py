@@ -9,8 +9,10 @@ end to end, and with them running requests are decoded, so that weights are read
 """
 
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,7 +24,22 @@ from deepspeed_ext.inference.serving.slot_table import Batch, SlotTable
 from deepspeed_ext.inference.serving.step_plan import PrefillPass, StepPlan, plan_step
 from deepspeed_ext.ops.attention.paged_kv import PAGE
 
-Queued = list[tuple[list[Request], Answer]]
+
+class Pending(NamedTuple):
+    """What is queued, and who waits for it.
+
+    Args:
+        requests: each gets a row of the answer as its next token; or one of them, a part.
+        answer: is on its way.
+        part: the tokens of the prompt that all rows are about: from where to where; or None.
+    """
+
+    requests: list[Request]
+    answer: Answer
+    part: tuple[int, int] | None = None
+
+
+Queued = list[Pending]
 
 
 class Scheduler:
@@ -205,12 +222,12 @@ class Scheduler:
             queued.append(self._sample(batch, hidden))
         return queued
 
-    def _decode(self, batch: Batch) -> tuple[list[Request], Answer]:
+    def _decode(self, batch: Batch) -> Pending:
         """Compute the next token of each of a batch."""
         self._cache.reserve(batch.slots, 1)
         answer = self._runner.decode(batch.slots, batch.uniforms(), batch.kind)
         self._table.queue_tokens(batch)
-        return batch.requests, answer
+        return Pending(batch.requests, answer)
 
     def _prefill(self, one: PrefillPass) -> Queued:
         """Prefill parts of prompts; with them, compute the next token of each of a batch."""
@@ -220,36 +237,54 @@ class Scheduler:
         running = [] if one.running is None else one.running.slots
         self._cache.reserve([*running, *slots], [1] * len(running) + counts)
         if len(slots) == 1 and not running:
-            hidden = self._runner.prefill(slots[0], tokens[0], self._pad_to)
+            last, of_parts = self._runner.prefill(slots[0], tokens[0], self._pad_to)
         else:
-            hidden = self._runner.prefill_packed(running, slots, tokens, self._pad_to)
-        for i, (request, count) in enumerate(one.parts, len(running)):
+            last, of_parts = self._runner.prefill_packed(running, slots, tokens, self._pad_to)
+        queued = [] if one.running is None else [self._sample(one.running, last[: len(running)])]
+        for i, (request, count) in enumerate(one.parts):
+            if request.tells_of_prompt:
+                queued.append(self._tell_of_prompt(request, of_parts[i]))
             request.prefill(count)
             if request.left == 0:
-                request.prompt.hidden = hidden[i : i + 1]
-        return [] if one.running is None else [self._sample(one.running, hidden[: len(running)])]
+                request.prompt.hidden = last[len(running) + i : len(running) + i + 1]
+        return queued
 
-    def _sample(self, batch: Batch, hidden: Tensor) -> tuple[list[Request], Answer]:
+    def _tell_of_prompt(self, request: Request, hidden: Tensor) -> Pending:
+        """Compute what is wanted of the next tokens of a prompt, whose hidden states these are."""
+        prompt, begin = request.prompt, request.prefilled
+        end = begin + len(hidden)
+        if prompt.logits is not None:
+            answer = self._runner.write_logits(hidden, prompt.logits[begin:end])
+        else:
+            count, after = request.options.prompt_logprobs, prompt.tokens[begin + 1 : end + 1]
+            answer = self._runner.score(hidden[: len(after)], after, count or 0)
+        return Pending([request], answer, (begin, end))
+
+    def _sample(self, batch: Batch, hidden: Tensor) -> Pending:
         """Sample the next token of each of a batch."""
         answer = self._runner.sample(batch.slots, hidden, batch.uniforms(), batch.kind)
         self._table.queue_tokens(batch)
-        return batch.requests, answer
+        return Pending(batch.requests, answer)
 
     def _read(self, queued: Queued) -> None:
         """Wait for what is queued, but for the last step where the device is to go on meanwhile."""
         if queued:
             self._unread.append(queued)
         while len(self._unread) > (1 if self._ahead and queued else 0):
-            for requests, answer in self._unread[0]:
-                for request, row in zip(requests, answer.read(), strict=False):
-                    self._accept(request, row)
+            for requests, answer, part in self._unread[0]:
+                rows = answer.read()
+                if part is not None:
+                    self._accept(requests[0], partial(requests[0].accept_part, *part, rows))
+                    continue
+                for request, row in zip(requests, rows, strict=False):
+                    self._accept(request, partial(request.accept, row))
             self._unread.popleft()
 
-    def _accept(self, request: Request, row: list[float]) -> None:
+    def _accept(self, request: Request, take: Callable[[], None]) -> None:
         if request.is_done:  # it is the step that was one too many
             return
         try:
-            request.accept(row)
+            take()
         except Exception as error:  # of the tokenizer
             request.fail(error)
         if request.is_done:

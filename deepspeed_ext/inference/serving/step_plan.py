@@ -71,7 +71,8 @@ def plan_step(requests: ByState, packs: bool) -> StepPlan:
         passes = [PrefillPass(parts, batch)] if parts else []
         decode = [] if parts and batch is not None else decode
     counts = dict(part for each in passes for part in each.parts)
-    whole = [each for each in prefilling if each.left == counts.get(each, 0)]
+    asked = (each for each in prefilling if each.wants_token)  # others are there to be read
+    whole = [each for each in asked if each.left == counts.get(each, 0)]
     return StepPlan(decode, passes, batches_of(whole))
 
 

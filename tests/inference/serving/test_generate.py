@@ -395,7 +395,7 @@ def test_a_bar_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_no_bar_where_none_is_wanted(monkeypatch: pytest.MonkeyPatch) -> None:
     """One takes a lock of the process, even if it draws nothing; Ctrl-C may leave it taken."""
-    monkeypatch.setattr("deepspeed_ext.inference.serving.engine.tqdm", None)
+    monkeypatch.setattr("deepspeed_ext.inference.serving.engine_core.tqdm", None)
     assert len(tiny.engine().generate([[1]], max_new_tokens=5)[0].tokens) == 5
 
 

@@ -89,7 +89,7 @@ def test_the_logits_are_as_right_as_those_of_transformers(case: str, device: str
             steps._tokens[i + 1] = prompts[i][done[i]]
         here, rest = slots[: len(running)], slots[len(running) :]
         with torch.no_grad():
-            got = decoder.logits(steps.prefill_packed(here, rest, parts, 64)).cpu()
+            got = decoder.logits(steps.prefill_packed(here, rest, parts, 64).last).cpu()
         for i, ours in zip((*running, *counts), got, strict=True):
             done[i] += counts.get(i, 1)
             usual = states_of(model, prompts[i][: done[i]])[-1]

@@ -1,0 +1,93 @@
+"""StepThread: steps for coroutines, as long as one of them waits for completions."""
+
+import asyncio
+import threading
+from collections.abc import Callable
+from weakref import WeakKeyDictionary, WeakMethod
+
+from deepspeed_ext.inference.requests.async_stream import AsyncStream, LoopBell
+from deepspeed_ext.inference.requests.request import Call
+from deepspeed_ext.inference.requests.stream import Stream
+
+_Unless = Callable[[Callable[[], bool]], None]
+
+
+class StepThread:
+    """One thread, which is there while a call is open, whatever the number of calls.
+
+    Args:
+        advance: a method that lets the engine compute a step, unless what it is given is true by
+            then. The engine is not held by it.
+        sweep: lets the engine end what was cancelled, or was in a step that failed; likewise.
+    """
+
+    def __init__(self, advance: _Unless, sweep: _Unless) -> None:
+        self._advance, self._sweep = WeakMethod(advance), WeakMethod(sweep)
+        self._lock = threading.Lock()  # held for moments: who begins, or ends, the thread
+        self._is_there = False
+        self._open: set[Call] = set()
+        self._bells: WeakKeyDictionary[asyncio.AbstractEventLoop, LoopBell] = WeakKeyDictionary()
+
+    def follow(self, call: Call, stream: Stream, submit: Callable[[], None]) -> AsyncStream:
+        """Let a call take part, and return its stream for the loop that runs here.
+
+        Raises:
+            RuntimeError: no loop does.
+        """
+        try:
+            loop = asyncio.get_running_loop()
+        except RuntimeError:
+            raise RuntimeError(
+                "stream: no event loop is running, expected a coroutine; elsewhere use"
+                " generate(..., stream=True)"
+            ) from None
+        event, still_open = asyncio.Event(), self._open
+        with self._lock:
+            if loop not in self._bells:
+                self._bells[loop] = LoopBell(loop)
+            bell = self._bells[loop]
+
+        def notify() -> None:
+            if call.open == 0:
+                still_open.discard(call)
+            bell.ring(event)
+
+        call.notify = notify
+        event.set()  # as some may be done before they begin
+        followed = AsyncStream(stream, event)
+        if call.open > 0:
+            submit()
+            with self._lock:
+                self._open.add(call)
+                if call.open == 0:  # another thread has computed all of it by now
+                    self._open.discard(call)
+                if self._open and not self._is_there:
+                    thread = threading.Thread(target=self._run, name="inference", daemon=True)
+                    self._is_there = True
+                    thread.start()
+        return followed
+
+    def _run(self) -> None:
+        while True:
+            with self._lock:
+                advance, sweep = self._advance(), self._sweep()
+                if not self._open or advance is None or sweep is None:
+                    self._is_there = False
+                    return
+            try:
+                advance(lambda: not self._open)
+            except Exception as error:
+                self._give_up(error, sweep)
+            del advance, sweep  # or the engine would live as long as the thread
+
+    def _give_up(self, error: Exception, sweep: _Unless) -> None:
+        """Let calls know why they failed with a step; all of them if nothing helps."""
+        followed = list(self._open)
+        try:
+            sweep(lambda: False)
+        except Exception:
+            for request in [each for call in followed for each in call.requests]:
+                request.fail(error)
+        for call in followed:
+            if call.error is not None and call.error is not error and not call.error.__cause__:
+                call.error.__cause__ = error

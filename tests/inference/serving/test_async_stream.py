@@ -1,0 +1,284 @@
+"""Completions for coroutines: the same as for threads, by one thread, cancelled by who leaves."""
+
+import asyncio
+import gc
+import random
+import threading
+import weakref
+from collections.abc import Coroutine, Iterable
+from typing import Any
+
+import pytest
+import tiny
+
+from deepspeed_ext.inference.execution.runner import ModelRunner
+from deepspeed_ext.inference.requests.stream import Piece
+from deepspeed_ext.inference.serving.engine import InferenceEngine
+
+OPTIONS: dict[str, Any] = dict(max_new_tokens=20, temperature=1.0, seed=3)
+
+
+def run(what: Coroutine[Any, Any, Any]) -> Any:
+    return asyncio.run(asyncio.wait_for(what, 60))
+
+
+def steppers() -> list[threading.Thread]:
+    return [each for each in threading.enumerate() if each.name == "inference"]
+
+
+async def pieces_of(engine: InferenceEngine, *prompts: Any, **options: Any) -> list[Piece]:
+    return [piece async for piece in engine.stream(*prompts, **options)]
+
+
+def joined(lists: Iterable[list[Any] | None]) -> list[Any]:
+    return [each for some in lists for each in some or []]
+
+
+async def until_free(engine: InferenceEngine) -> None:
+    """The thread goes on until what was cancelled is taken back."""
+    while steppers():
+        await asyncio.sleep(0.001)
+    tiny.check_all_is_free(engine)
+
+
+def test_pieces_are_those_for_threads() -> None:
+    engine = tiny.engine(tokenizer=tiny.Bytes())
+    prompts, options = ["Hello", "you", "a"], OPTIONS | dict(n=2, logprobs=2)
+    expected = engine.generate(prompts, **options)
+
+    async def ask() -> None:
+        stream = engine.stream(prompts, **options)
+        pieces = [piece async for piece in stream]
+        assert stream.completions() == expected
+        for one in expected:
+            mine = [p for p in pieces if (p.prompt, p.sample) == (one.prompt, one.sample)]
+            assert "".join(piece.text for piece in mine) == one.text
+            assert joined(piece.tokens for piece in mine) == one.tokens
+            assert joined(piece.logprobs for piece in mine) == one.logprobs
+            assert joined(piece.top_logprobs for piece in mine) == one.top_logprobs
+            assert [p.finish_reason for p in mine] == [None] * (len(mine) - 1) + ["length"]
+        assert [piece async for piece in stream] == []
+        await until_free(engine)
+
+    run(ask())
+
+
+def test_ends_without_a_token() -> None:
+    engine = tiny.engine(tokenizer=tiny.Bytes())
+    first = engine.generate("Hello", max_new_tokens=1)[0].tokens[0]
+
+    async def ask() -> None:
+        for options in (dict(max_new_tokens=0), dict(stop_tokens=[first])):
+            reason = "length" if "max_new_tokens" in options else "stop"
+            found = await pieces_of(engine, ["Hello", "Hello"], **options)
+            assert [(p.prompt, p.tokens, p.text, p.finish_reason) for p in found] == [
+                (i, [], "", reason) for i in range(2)
+            ]
+        assert await pieces_of(engine, []) == []
+        scored = engine.stream("Hello", max_new_tokens=0, prompt_logprobs=0)
+        assert len([piece async for piece in scored]) == 1
+        assert scored.completions()[0].prompt_logprobs == engine.score("Hello")[0].logprobs
+        await until_free(engine)
+
+    run(ask())
+
+
+def test_many_by_one_thread() -> None:
+    """Beside threads that ask themselves; each gets what it would alone."""
+    engine = tiny.engine(max_batch=6)
+    drawn = random.Random(0)
+    prompts = [[drawn.randrange(97) for _ in range(drawn.randint(1, 30))] for _ in range(150)]
+    expected = [engine.generate([each], **OPTIONS)[0].tokens for each in prompts]
+    most = 0
+    by_threads: list[list[int]] = []
+
+    async def one(tokens: list[int]) -> list[int]:
+        nonlocal most
+        found: list[int] = []
+        async for piece in engine.stream([tokens], **OPTIONS):
+            found += piece.tokens
+            most = max(most, len(steppers()))
+        return found
+
+    async def ask() -> None:
+        other = threading.Thread(
+            target=lambda: by_threads.extend(c.tokens for c in engine.generate(prompts, **OPTIONS))
+        )
+        other.start()
+        assert await asyncio.gather(*map(one, prompts)) == expected
+        await asyncio.to_thread(other.join)
+        await until_free(engine)
+
+    run(ask())
+    assert most == 1 and by_threads == expected
+
+
+def test_who_leaves_is_cancelled() -> None:
+    """By any way out, at any moment; the others get what they would alone."""
+    engine = tiny.engine(max_batch=4)
+    options = OPTIONS | dict(max_new_tokens=60)
+    expected = engine.generate([[5]], **options)[0].tokens
+    drawn = random.Random(1)
+
+    async def leaves(way: str, after: int) -> None:
+        if way == "with":
+            async with engine.stream([[1], [2]], **options) as stream:
+                async for _ in stream:
+                    return
+        count = 0
+        async for _ in engine.stream([[1], [2]], **options):
+            count += 1
+            if count > after and way == "break":
+                break
+            if count > after and way == "error":
+                raise KeyError
+
+    async def cancelled() -> None:
+        task = asyncio.create_task(leaves("", 0))
+        await asyncio.sleep(drawn.random() * 0.02)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+    async def stays() -> list[int]:
+        return joined(piece.tokens for piece in await pieces_of(engine, [[5]], **options))
+
+    async def ask() -> None:
+        ways = [leaves(way, i) for i in range(5) for way in ("with", "break", "error")]
+        rest = [cancelled() for _ in range(20)] + [stays() for _ in range(10)]
+        found = await asyncio.gather(*ways, *rest, return_exceptions=True)
+        assert found[-10:] == [expected] * 10
+        await until_free(engine)
+
+    run(ask())
+
+
+def test_one_of_several_is_cancelled() -> None:
+    engine = tiny.engine()
+
+    async def ask() -> None:
+        stream = engine.stream([[1], [2]], max_new_tokens=200)
+        async for piece in stream:
+            if piece.prompt == 0:
+                stream.cancel(0)
+        assert [one.finish_reason for one in stream.completions()] == ["cancelled", "length"]
+
+    run(ask())
+
+
+def test_a_step_that_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that were in it hear of it, with the cause; the next ones do not."""
+    engine = tiny.engine(max_batch=2)
+    real, left = ModelRunner.decode, 3
+
+    def decode(runner: ModelRunner, *arguments: Any) -> Any:
+        nonlocal left
+        left -= 1
+        if left == 0:
+            raise MemoryError("no memory for this step")
+        return real(runner, *arguments)
+
+    monkeypatch.setattr(ModelRunner, "decode", decode)
+
+    async def ask() -> None:
+        found = await asyncio.gather(
+            *(pieces_of(engine, [[i]], max_new_tokens=9) for i in range(4)), return_exceptions=True
+        )
+        failed = [each for each in found if isinstance(each, Exception)]
+        assert len(failed) == 2
+        for error in failed:
+            assert "was given up" in str(error) and isinstance(error.__cause__, MemoryError)
+        await until_free(engine)
+
+    run(ask())
+
+
+def test_a_device_that_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing can be computed, nor begun anew: all hear of it, and the thread ends."""
+    engine = tiny.engine(max_batch=2)
+
+    def gone(*_: Any) -> None:
+        raise RuntimeError("the device is gone")
+
+    monkeypatch.setattr(ModelRunner, "decode", gone)
+    monkeypatch.setattr(type(engine.cache), "clear", gone)
+
+    async def ask() -> None:
+        asked = (pieces_of(engine, [[i]]) for i in range(5))
+        for error in await asyncio.gather(*asked, return_exceptions=True):
+            assert isinstance(error, RuntimeError)
+        while steppers():
+            await asyncio.sleep(0.001)
+
+    run(ask())
+
+
+def test_the_engine_is_closed() -> None:
+    engine = tiny.engine()
+
+    async def ask() -> None:
+        stream = engine.stream([[1]], max_new_tokens=250)
+        await anext(stream)
+        engine.close()
+        with pytest.raises(RuntimeError, match="was given up, as the engine was closed"):
+            while True:
+                await anext(stream)
+        with pytest.raises(RuntimeError, match="the engine is closed"):
+            engine.stream([[1]])
+        while steppers():
+            await asyncio.sleep(0.001)
+
+    run(ask())
+
+
+def test_logits_that_are_not_finite() -> None:
+    engine = tiny.engine(of=tiny.decoder(poisoned=9))
+
+    async def ask() -> None:
+        with pytest.raises(RuntimeError, match="expected finite ones"):
+            await pieces_of(engine, [[9]])
+        assert len(await pieces_of(engine, [[4]], max_new_tokens=1)) <= 2
+        await until_free(engine)
+
+    run(ask())
+
+
+def test_what_is_refused_at_once() -> None:
+    engine = tiny.engine()
+    with pytest.raises(RuntimeError) as error:
+        engine.stream([[1]])
+    text = "stream: no event loop is running, expected a coroutine; elsewhere use"
+    assert str(error.value) == f"{text} generate(..., stream=True)"
+
+    async def ask() -> None:
+        with pytest.raises(ValueError, match="prompt 0 is empty"):
+            engine.stream([[]])
+        with pytest.raises(TypeError, match="option is tmp"):
+            engine.stream([[1]], tmp=1)
+
+    run(ask())
+    tiny.check_all_is_free(engine)
+
+
+def test_a_loop_that_ends_early_and_another_one() -> None:
+    """What it left goes on for nobody, and is taken back; the engine serves the next loop."""
+    engine = tiny.engine()
+    kept = []
+
+    async def leave() -> None:
+        stream = engine.stream([[1]], max_new_tokens=250)
+        await anext(stream)
+        kept.append(stream)
+
+    run(leave())
+    assert len(run(pieces_of(engine, [[1]], max_new_tokens=3))) == 4
+    kept.clear()
+    run(until_free(engine))
+
+
+def test_an_engine_that_is_let_go() -> None:
+    engine = tiny.engine()
+    gone = weakref.ref(engine)
+    run(pieces_of(engine, [[1]], max_new_tokens=3))
+    del engine
+    gc.collect()
+    assert gone() is None
