@@ -270,7 +270,8 @@ def test_a_loop_that_ends_early_and_another_one() -> None:
         kept.append(stream)
 
     run(leave())
-    assert len(run(pieces_of(engine, [[1]], max_new_tokens=3))) == 4
+    found = run(pieces_of(engine, [[1]], max_new_tokens=3))
+    assert sum(len(piece.tokens) for piece in found) == 3  # some may come together
     kept.clear()
     run(until_free(engine))
 
