@@ -1,7 +1,8 @@
-"""Writes checkpoints of 4 bits as GPTQ and AWQ are published to pack them; knows nothing of ours.
+"""Writes weights as GPTQ, AWQ and compressed-tensors are published to pack them, not by our code.
 
 An int32 has eight codes, shifted to the left by four bits more each. GPTQ: consecutive elements
 along the input; AWQ: of eight consecutive outputs those in the order 0, 2, 4, 6, 1, 3, 5, 7.
+compressed-tensors: four or eight codes, q + 2^(bits - 1), of a row; and of zeros those of a column.
 """
 
 import json
@@ -62,6 +63,38 @@ def awq(source: Source) -> dict[str, Tensor]:
         "qzeros": in_words(source.zeros, ORDER),
         "scales": source.scales,
     }
+
+
+def packed_words(codes: Tensor, bits: int) -> Tensor:
+    """Return codes along the last dimension in int32, as many as fit in each."""
+    per = 32 // bits
+    short = -codes.shape[-1] % per
+    codes = torch.nn.functional.pad(codes.long(), (0, short)).unflatten(-1, (-1, per))
+    words = (codes << torch.arange(per) * bits).sum(-1)
+    return torch.where(words >= 1 << 31, words - (1 << 32), words).int()
+
+
+def compressed(
+    source: Source, *, bits: int = 4, zeros: str | None = None, g_idx: bool = False
+) -> dict[str, Tensor]:
+    """Return the tensors of a layer as compressed-tensors packs them.
+
+    Args:
+        zeros: None, "packed", or as bytes, as older files have them: "bytes".
+    """
+    half = 1 << bits - 1
+    tensors = {
+        "weight_packed": packed_words(source.codes.t(), bits),
+        "weight_scale": source.scales.t().contiguous(),
+        "weight_shape": torch.tensor(source.codes.t().shape),
+    }
+    if zeros == "packed":
+        tensors["weight_zero_point"] = packed_words(source.zeros, bits).t().contiguous()
+    if zeros == "bytes":
+        tensors["weight_zero_point"] = (source.zeros.t() - half).to(torch.int8).contiguous()
+    if g_idx:
+        tensors["weight_g_idx"] = source.groups.int()
+    return tensors
 
 
 def write(

@@ -1,8 +1,4 @@
-"""Folders whose weights come quantized, as each method publishes them, of small models.
-
-The writer of compressed-tensors' files knows nothing of ours: a code is q + 2^(bits - 1), an int32
-has as many as fit, shifted to the left by their number; rows of codes, and columns of zeros.
-"""
+"""Folders whose weights come quantized, as each method publishes them, of small models."""
 
 import functools
 import json
@@ -12,7 +8,7 @@ from typing import Any
 
 import torch
 from family_cases import config_of, exact, filled, made
-from int4_files import AWQ, GPTQ, Source, awq, gptq
+from int4_files import AWQ, GPTQ, Source, awq, compressed, gptq
 from torch import Tensor, nn
 
 from deepspeed_ext.io import save
@@ -24,38 +20,6 @@ _SIZES: dict[str, dict[str, Any]] = {  # words have 8 rows or columns
     "gemma3": dict(hidden_size=64),
 }
 Write = Callable[[Source], dict[str, Tensor]]
-
-
-def packed_words(codes: Tensor, bits: int) -> Tensor:
-    """Return codes along the last dimension in int32, as many as fit in each."""
-    per = 32 // bits
-    short = -codes.shape[-1] % per
-    codes = torch.nn.functional.pad(codes.long(), (0, short)).unflatten(-1, (-1, per))
-    words = (codes << torch.arange(per) * bits).sum(-1)
-    return torch.where(words >= 1 << 31, words - (1 << 32), words).int()
-
-
-def compressed(
-    source: Source, *, bits: int = 4, zeros: str | None = None, g_idx: bool = False
-) -> dict[str, Tensor]:
-    """Return the tensors of a layer as compressed-tensors packs them.
-
-    Args:
-        zeros: None, "packed", or as bytes, as older files have them: "bytes".
-    """
-    half = 1 << bits - 1
-    tensors = {
-        "weight_packed": packed_words(source.codes.t(), bits),
-        "weight_scale": source.scales.t().contiguous(),
-        "weight_shape": torch.tensor(source.codes.t().shape),
-    }
-    if zeros == "packed":
-        tensors["weight_zero_point"] = packed_words(source.zeros.t().t(), bits).t().contiguous()
-    if zeros == "bytes":
-        tensors["weight_zero_point"] = (source.zeros.t() - half).to(torch.int8).contiguous()
-    if g_idx:
-        tensors["weight_g_idx"] = source.groups.int()
-    return tensors
 
 
 def of_compressed(bits: int = 4, **weights: Any) -> dict[str, Any]:

@@ -175,11 +175,6 @@ REFUSED: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"max_tokens": True}, ValueError, "max_tokens is True, expected 1 to"),
     ({"kv_dtype": "int4"}, ValueError, "kv_dtype is 'int4', expected None, int8 or fp8"),
     (
-        {"input_format": "int8"},
-        ValueError,
-        "input_format is 'int8', expected None without quantize",
-    ),
-    (
         {"quantize": "int8", "activations": "int8"},
         TypeError,
         "activations is now input_format; give input_format='int8'$",

@@ -98,6 +98,66 @@ def test_gives_the_logits(tmp_path: Path, method: str, files: int) -> None:
     assert_gives_the_logits(model, of)
 
 
+class WithAngles(Model):
+    """One with buffers that are in no state dict, and tensors that a file need not have."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("angles", torch.arange(8) / 8, persistent=False)
+        self.rope = nn.Module()
+        self.rope.register_buffer("inv_freq", 10.0 ** -torch.arange(0, 1, 0.25), persistent=False)
+
+
+def test_what_makes_a_model_is_called_without_parameters(tmp_path: Path, device: str) -> None:
+    """The buffers that it makes are there; its parameters never were."""
+    of = sources()
+    write(tmp_path, {name: gptq(source) for name, source in of.items()}, rest(), GPTQ)
+    made: list[WithAngles] = []
+
+    def make() -> WithAngles:
+        made.append(WithAngles())
+        assert all(parameter.is_meta for parameter in made[0].parameters())
+        return made[0]
+
+    model = load_int4_checkpoint(make, tmp_path, device=device)
+    assert model is made[0] and len(made) == 1
+    assert_gives_the_logits(model.cpu(), of)
+    want = WithAngles()
+    model = load_int4_checkpoint(WithAngles, tmp_path, device=device)
+    for name, buffer in want.named_buffers():
+        assert model.get_buffer(name).device.type == device
+        assert torch.equal(model.get_buffer(name).cpu(), buffer)
+    with torch.device("meta"):
+        on_meta = WithAngles()
+    with pytest.raises(
+        ValueError, match="has no 'angles', which is on meta in the model, expected"
+    ):
+        load_int4_checkpoint(on_meta, tmp_path)
+
+
+def test_a_model_of_transformers(tmp_path: Path) -> None:
+    """Its rotary frequencies are in no file."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes = dict(hidden_size=64, intermediate_size=96, num_hidden_layers=1, vocab_size=50)
+    config = LlamaConfig(**sizes, num_attention_heads=4, tie_word_embeddings=False)
+    floats = LlamaForCausalLM(config)
+    state, layers, of = floats.state_dict(), {}, {}
+    for name, module in floats.model.layers.named_modules():
+        if isinstance(module, nn.Linear):
+            at = f"model.layers.{name}"
+            of[at] = Source(*module.weight.shape, 16, seed=len(of))
+            layers[at] = gptq(of[at])
+            state[f"{at}.weight"] = of[at].weight().float()
+    others = {n: t for n, t in state.items() if n.removesuffix(".weight") not in of}
+    write(tmp_path, layers, others, GPTQ)
+    model: Any = load_int4_checkpoint(lambda: LlamaForCausalLM(config), tmp_path).eval()
+    floats.load_state_dict(state)
+    tokens = torch.arange(20)[None]
+    with torch.no_grad():
+        torch.testing.assert_close(model(tokens).logits, floats.eval()(tokens).logits)
+
+
 def test_loads_to_a_device(tmp_path: Path, device: str) -> None:
     of = sources()
     write(tmp_path, {name: gptq(source) for name, source in of.items()}, rest(), GPTQ)

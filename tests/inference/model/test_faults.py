@@ -17,7 +17,6 @@ from torch.optim.swa_utils import AveragedModel
 from deepspeed_ext.inference.execution import memory_budget as room
 from deepspeed_ext.inference.initialize import init_inference
 from deepspeed_ext.io.checkpoint.shards import Shards
-from deepspeed_ext.quantization import quantize_model
 
 FIRST = "model-00001-of-00003.safetensors"
 
@@ -214,7 +213,7 @@ UNFIT = {
     "quantized weights": (
         changed(quantization_config={"quant_method": "bitsandbytes"}),
         ValueError,
-        r"has weights quantized by 'bitsandbytes', expected floats; .* quantize='int4' or 'int8'",
+        r"has weights quantized by 'bitsandbytes', expected floats, 4 .* quantize='int4' or 'int8'",
     ),
     "an unknown dtype": (
         changed(dtype="float8_e4m3fn"),
@@ -266,14 +265,6 @@ def test_refuses_a_state_dict_with_other_things_than_tensors() -> None:
     model = LlamaForCausalLM(LlamaConfig(**sizes))
     model.lm_head = Extra(64, 97)
     with pytest.raises(TypeError, match=r"head\._extra_state is dict, expected a tensor; give"):
-        init_inference(model)
-
-
-def test_refuses_a_model_that_was_quantized() -> None:
-    model = nn.Sequential(nn.Linear(32, 32))
-    quantize_model(model)
-    model.config = tiny_folder.CONFIG  # type: ignore[assignment]
-    with pytest.raises(ValueError, match="0 is a QuantizedLinear, expected floats; give the model"):
         init_inference(model)
 
 

@@ -221,6 +221,9 @@ def test_refuses(tmp_path: Path) -> None:
         init_inference(tmp_path, quantize=[1])  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"^init_inference: quantize_head is 'q', expected None"):
         init_inference(tmp_path, quantize_head="q")
+    text = "^init_inference: input_format is 'int8', expected None without quantize"
+    with pytest.raises(ValueError, match=text):
+        init_inference(tmp_path, input_format="int8")
     with pytest.raises(
         ValueError, match=r"^init_inference: input_format is 'int4', expected None or"
     ):
