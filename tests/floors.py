@@ -159,7 +159,7 @@ ROOMS = {  # inside of a package, likewise; its __init__ may import all
     "inference/model/policies": (
         ("bert", "bloom", "gemma", "gpt2", "gpt_neox", "llama", "opt", "phi"),
     ),
-    "inference/weights": (("float8", "host_memory"), ("loader",), ("quantize_on_load",)),
+    "inference/weights": (("adapter", "float8", "host_memory"), ("loader",), ("quantize_on_load",)),
     "inference/execution": (
         ("graphs", "page_table", "sampling", "to_device", "varlen_batch"),
         ("encoder", "kv_cache"),
