@@ -402,12 +402,7 @@ def _unwrapped(model: nn.Module) -> nn.Module:
                 f"{_OP}: {type(model).__name__} has forward hooks, expected none, as the engine"
                 " reads tensors and the config, and calls no module; remove them"
             )
-        inside = getattr(model, ORIGINAL if is_compiled(model) else "module")
-        if not isinstance(inside, nn.Module):  # as of what was compiled twice
-            raise TypeError(
-                f"{_OP}: model is {type(model).__name__} of {type(inside).__name__}, expected the"
-                " module inside of it"
-            )
+        inside: nn.Module = getattr(model, ORIGINAL if is_compiled(model) else "module")
         model = inside
     if isinstance(model, AveragedModel):
         raise TypeError(

@@ -350,12 +350,6 @@ def test_looks_through_what_stands_around_a_model(kind: str, tmp_path: Path) -> 
         init_inference(wrapped)
 
 
-def test_refuses_what_was_compiled_twice() -> None:
-    model = torch.compile(torch.compile(nn.Linear(3, 3)))
-    with pytest.raises(TypeError, match="^init_inference: model is OptimizedModule of function, "):
-        init_inference(model)
-
-
 def test_looks_through_distributed_data_parallel(tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM
 
