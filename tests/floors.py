@@ -162,7 +162,7 @@ ROOMS = {  # inside of a package, likewise; its __init__ may import all
         ("bert", "bloom", "gemma", "gpt2", "gpt_neox", "llama", "opt", "phi"),
     ),
     "inference/weights": (
-        ("float8", "host_memory"),
+        ("adapter", "float8", "host_memory"),
         ("linear",),
         ("packed_layers",),
         ("loader",),

@@ -4,6 +4,7 @@ Each of DeepSpeed's either does something here, or is refused with what to use i
 asks for what is so anyway.
 """
 
+import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields
 from difflib import get_close_matches
@@ -52,6 +53,7 @@ class Settings:
     cuda_graphs: bool = True
     pack_prefill: bool = False
     policy: Policy | None = None
+    adapter: str | os.PathLike[str] | None = None
     tokenizer: Any = None
     device: torch.device | None = None
     progress: bool = False
@@ -70,6 +72,10 @@ class Settings:
                 f"{_OP}: policy is {type(self.policy).__name__}, expected a Policy of"
                 " deepspeed_ext.inference"
             )
+        if self.adapter is not None and not isinstance(self.adapter, str | os.PathLike):
+            raise TypeError(
+                f"{_OP}: adapter is {type(self.adapter).__name__}, expected the path of a folder"
+            )
         for name in ("cuda_graphs", "pack_prefill", "progress"):
             value = getattr(self, name)
             if type(value) is not bool:
@@ -87,6 +93,12 @@ class As(NamedTuple):
     """An argument of DeepSpeed's that says the same as some of ours: from its name and value."""
 
     ours: Callable[[str, Any], Mapping[str, Any]]
+
+
+class Instead(NamedTuple):
+    """An argument of another library, and what says the same here."""
+
+    ours: str
 
 
 def _is(name: str) -> As:
@@ -200,7 +212,26 @@ _experts = _group(
     ep_group=Only((None,), _DENSE),
 )
 _always = Only((True,), "our kernels are always used; without them, call the model itself")
-Rule = Only | As
+Rule = Only | As | Instead
+OTHERS: Mapping[str, Rule] = {  # of transformers' from_pretrained, and of vLLM
+    "torch_dtype": Instead("dtype"),
+    "device_map": Instead(f"device: {_ONE}"),
+    **dict.fromkeys(
+        ("load_in_8bit", "load_in_4bit", "quantization_config"),
+        Instead("quantize, 'int8' or 'int4'"),
+    ),
+    "quantization": Instead("quantize"),
+    "attn_implementation": Instead("none: our kernels are always used"),
+    "trust_remote_code": Instead("none: no code of a folder runs; a table of yours is policy"),
+    "low_cpu_mem_usage": Instead("none: a folder is read a layer at a time"),
+    "max_model_len": Instead("max_tokens"),
+    "max_num_seqs": Instead("max_batch"),
+    "enforce_eager": Instead("cuda_graphs=False"),
+    "tensor_parallel_size": Instead(f"none: {_ONE}"),
+    "gpu_memory_utilization": Instead("max_batch and max_tokens, whose cache is all that is taken"),
+    "kv_cache_dtype": Instead("kv_dtype"),
+    "enable_lora": Instead("adapter, the folder of one"),
+}
 DEEPSPEED: Mapping[str, Rule] = {
     **dict.fromkeys(("replace_with_kernel_inject", "kernel_inject"), _always),
     "dtype": As(_dtype_or_bits),
@@ -254,7 +285,7 @@ def settings_of(
     found: dict[str, Any] = {}
     given = {name: value for name, value in given.items() if not isinstance(value, NotGiven)}
     ours = {field.name: _is(field.name) for field in fields(Settings)}
-    rules = {**ours, "device": As(_device), **DEEPSPEED}
+    rules = {**ours, "device": As(_device), **DEEPSPEED, **OTHERS}
     sources = (given, _object("config", {} if config is None else config), others)
     for name, value, said in (each for source in sources for each in _translated(source, rules)):
         if name in found and found[name] != value:
@@ -274,9 +305,12 @@ def _translated(
         if rule is None and name in RENAMED and not at:
             refuse_renamed(_OP, {name: value})
         if rule is None:
-            near = get_close_matches(str(name), rules, 1)
-            known = near[0] if near else ", ".join(sorted(rules))
+            some = [name for name, each in rules.items() if not isinstance(each, Instead)]
+            near = get_close_matches(str(name), some, 1)
+            known = near[0] if near else ", ".join(sorted(some))
             raise TypeError(f"{_OP}: {at}{name} is no argument, expected {known}")
+        if isinstance(rule, Instead):
+            raise TypeError(f"{_OP}: {at}{name} is no argument, expected {rule.ours}")
         if isinstance(rule, Only):
             if not any(type(value) is type(one) and value == one for one in rule.values):
                 what = " or ".join(map(repr, rule.values))

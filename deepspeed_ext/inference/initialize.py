@@ -1,5 +1,6 @@
 """init_inference: from a model to an engine."""
 
+import logging
 import math
 import os
 from collections import Counter
@@ -39,6 +40,7 @@ from deepspeed_ext.inference.requests.tokenizer import tokenizer_of
 from deepspeed_ext.inference.serving.encoder_engine import EncoderEngine
 from deepspeed_ext.inference.serving.engine import InferenceEngine
 from deepspeed_ext.inference.serving.step_plan import CHUNK, PACKED
+from deepspeed_ext.inference.weights.adapter import Adapter
 from deepspeed_ext.inference.weights.host_memory import WeightMemory
 from deepspeed_ext.inference.weights.loader import Taker, Weights
 from deepspeed_ext.inference.weights.packed_layers import (
@@ -65,6 +67,7 @@ from deepspeed_ext.torch_internals.modules import (
 )
 
 _OP = "init_inference"
+_logger = logging.getLogger("deepspeed_ext")
 _USUAL_TOKENS = 4096  # a cache for all of a long context would take more than the weights
 
 
@@ -82,6 +85,7 @@ def init_inference(
     cuda_graphs: bool = usual(True),
     pack_prefill: bool = usual(False),
     policy: Policy | None = usual(None),
+    adapter: str | os.PathLike[str] | None = usual(None),
     tokenizer: Any = usual(None),
     device: torch.device | str | int | None = usual(None),
     progress: bool = usual(False),
@@ -89,7 +93,8 @@ def init_inference(
 ) -> InferenceEngine | EncoderEngine:
     """Return an engine with a model's weights in the form that our kernels read.
 
-    It continues prompts; that of an encoder is called as the model is, and keeps nothing, so that
+    A module may be what torch.compile, DataParallel or DistributedDataParallel has around it. It
+    continues prompts; that of an encoder is called as the model is, and keeps nothing, so that
     max_batch, max_tokens, cuda_graphs and pack_prefill mean nothing to it.
 
     The weights are copied; a module stays as it is. Its tensors and its config are read, and no
@@ -120,12 +125,15 @@ def init_inference(
             CPU.
         max_batch: requests at a time.
         max_tokens: of a request, those of its prompt and new ones; None: what the model was made
-            for, 4096 at most.
+            for, 4096 at most. More than that is computed as transformers does, with a warning, but
+            for learned positions, of which there are no more.
         cuda_graphs: whether steps are recorded once and replayed, on CUDA.
         pack_prefill: whether prompts are prefilled together, and running requests decoded with
             them: faster for many requests, but not batch-invariant: how a completion is rounded
             then depends on which others are beside it.
         policy: the table of the model's family; None: one of those that are built in.
+        adapter: the folder of a LoRA adapter of peft's, which is merged into the weights of a
+            folder while they are read, with the bits of peft's merge_and_unload in this dtype.
         tokenizer: has encode(text) and decode(ids); None: that of the folder, if there is one.
         device: where to; None: that of the module; for a folder cuda if there is one, else cpu.
         progress: whether a bar is drawn on stderr while files are read, if that is a terminal.
@@ -189,7 +197,7 @@ class _Source:
         self.packed: PackedLayers | None = None
         self._layers: Mapping[str, QuantizedLinear] = {}
         if isinstance(model, nn.Module):
-            _check_wrapper(model)
+            model = _unwrapped(model)
             self.config = _as_dict(getattr(model, "config", None))
             self._generation = _as_dict(getattr(model, "generation_config", None) or {})
             _check_layers(model)
@@ -264,6 +272,14 @@ class _Loading:
     def __init__(self, source: _Source, settings: Settings, policy: Policy) -> None:
         self._source, self._settings, self._policy = source, settings, policy
         self.of = architecture_of(policy, source.config)
+        self._adapter = None
+        if settings.adapter is not None:
+            if source.folder is None:
+                raise ValueError(
+                    f"{_OP}: adapter is {str(settings.adapter)!r} and model is a module, expected a"
+                    " folder; or give the module with the adapter merged into it"
+                )
+            self._adapter = Adapter(Path(settings.adapter), source.folder.shards.tensors, policy)
         check_buffers(source.buffers, self.of)
         self._dtype = settings.dtype or source.dtype()
         self._device = _checked(settings.device) if settings.device else source.device()
@@ -281,6 +297,20 @@ class _Loading:
         self._asked: list[str] = []
         context = self.of.context or _USUAL_TOKENS
         self.max_tokens = settings.max_tokens or min(context, _USUAL_TOKENS)
+        self._say_if_beyond()
+
+    def _say_if_beyond(self) -> None:
+        """Warn where more tokens are asked for than a model of rotary positions was made for."""
+        most = self.of.context
+        is_open = self.of.causal and self.of.position != "learned"
+        if is_open and most is not None and self.max_tokens > most:
+            _logger.warning(
+                "%s: max_tokens is %d, more than the %d positions that the model was made for: text"
+                " beyond them is computed, as by transformers, and may be worse",
+                _OP,
+                self.max_tokens,
+                most,
+            )
 
     def run(self) -> tuple[Weights, Report | None]:
         """Return the weights, and what quantizing has done to them.
@@ -302,9 +332,13 @@ class _Loading:
         else:
             shards, names = source.folder.shards, self._asked
             with FolderTensors(shards, names, self._device, settings.progress) as tensors:
-                weights = self._take(tensors, quantizers, memory=memory)
+                given = self._merged(tensors)
+                weights = self._take(given, quantizers, memory=memory)
         some = [quantizer for quantizer in quantizers if quantizer is not None]
         return weights, report_of(weights, some) if some else None
+
+    def _merged(self, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        return tensors if self._adapter is None else self._adapter.merged(tensors, self._dtype)
 
     def _budget(self, quantize: str | None) -> MemoryBudget:
         """Go through all of it without values, and return the bytes that it comes to."""
@@ -379,16 +413,35 @@ def _as_dict(config: Any) -> Config:
     return found
 
 
-def _check_wrapper(model: nn.Module) -> None:
-    """Refuse what stands around a model for training or compiling, whose names are others."""
-    kind = type(model)
-    inside = ORIGINAL if is_compiled(model) else "module"
-    wrappers = nn.DataParallel, nn.parallel.DistributedDataParallel, AveragedModel
-    if is_compiled(model) or isinstance(model, wrappers):
+def _unwrapped(model: nn.Module) -> nn.Module:
+    """Return what is inside of what stands around a model for compiling or training.
+
+    Raises:
+        TypeError: something stands around it, or in it, that computes something else.
+    """
+    around = nn.DataParallel, nn.parallel.DistributedDataParallel
+    while is_compiled(model) or isinstance(model, around):
+        if not all(map(_looks_only, forward_hooks_of(model))):
+            raise ValueError(
+                f"{_OP}: {type(model).__name__} has forward hooks, expected none, as the engine"
+                " reads tensors and the config, and calls no module; remove them"
+            )
+        inside: nn.Module = getattr(model, ORIGINAL if is_compiled(model) else "module")
+        model = inside
+    if isinstance(model, AveragedModel):
         raise TypeError(
-            f"{_OP}: model is {kind.__name__}, expected the module inside of it; give"
-            f" model.{inside}"
+            f"{_OP}: model is {type(model).__name__}, expected the module inside of it; give"
+            " model.module"
         )
+    for name, layer in model.named_modules():
+        if type(layer).__module__.partition(".")[0] == "peft":
+            what = name or "model"
+            raise TypeError(
+                f"{_OP}: {what} is {type(layer).__name__} of peft, expected a model without"
+                " adapters; give model.merge_and_unload(), or the folder of the model with the"
+                " folder of the adapter as adapter"
+            )
+    return model
 
 
 def _check_layers(model: nn.Module) -> None:

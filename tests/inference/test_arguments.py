@@ -162,8 +162,20 @@ REFUSED: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"quant": {"bits": {}}}, ValueError, "quant has 'bits', expected weight, activation, qkv"),
     ({"quant": {"weight": 8}}, TypeError, "quant.weight is int, expected a dict"),
     ({"max_batches": 8}, TypeError, "max_batches is no argument, expected max_batch$"),
+    ({"torch_dtype": "auto"}, TypeError, "torch_dtype is no argument, expected dtype$"),
+    (
+        {"device_map": "auto"},
+        TypeError,
+        "device_map is no argument, expected device: a model is on",
+    ),
+    (
+        {"load_in_8bit": True},
+        TypeError,
+        "load_in_8bit is no argument, expected quantize, 'int8' or",
+    ),
+    ({"max_model_len": 8}, TypeError, "max_model_len is no argument, expected max_tokens$"),
     ({"tp": {"size": 1}}, TypeError, "tp.size is no argument, expected tp_size$"),
-    ({"qqq": 8}, TypeError, "qqq is no argument, expected args, base_dir, checkpoint, "),
+    ({"qqq": 8}, TypeError, "qqq is no argument, expected adapter, args, base_dir, "),
     (
         {"dtype": "int4"},
         ValueError,

@@ -12,7 +12,14 @@ from deepspeed_ext.inference.initialize import init_inference
 
 PROMPTS = [[3, 5, 7, 11, 13], [17, 19]]
 OPTIONS: dict[str, Any] = dict(
-    max_new_tokens=6, temperature=1.0, top_p=0.9, repetition_penalty=1.1, seed=2, logprobs=2
+    max_new_tokens=6,
+    temperature=1.0,
+    top_p=0.9,
+    repetition_penalty=1.1,
+    frequency_penalty=0.5,
+    logit_bias={3: 0.5},
+    seed=2,
+    logprobs=2,
 )
 
 

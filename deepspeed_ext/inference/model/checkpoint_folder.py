@@ -67,7 +67,7 @@ class ModelFolder:
         if (self.path / _ADAPTER).exists():  # of which the other files say nothing
             raise ValueError(
                 f"{_OP}: {self.path} has {_ADAPTER}, expected a model without an adapter beside it;"
-                " merge it into the weights (merge_and_unload of peft) and save those, or remove it"
+                " give the folder of the adapter as adapter, or remove it"
             )
 
 

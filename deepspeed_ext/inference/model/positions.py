@@ -16,7 +16,7 @@ from deepspeed_ext.ops import (
 
 _TYPES = ("full_attention", "sliding_attention")  # of layers, where rules are given for each
 _SHARE = "partial_rotary_factor"
-_USUAL = ("rope_type", "type", "rope_theta", _SHARE)
+_USUAL = ("rope_type", "type", "rope_theta", _SHARE, "finetuned")  # the last is but told
 _TRAINED = "original_max_position_embeddings"
 
 

@@ -152,7 +152,7 @@ UNFIT = {
     "an adapter beside the weights": (
         lambda folder: (folder / "adapter_config.json").write_text("{}"),
         ValueError,
-        r"has adapter_config.json, expected a model without an adapter beside it; merge it into",
+        r"has adapter_config.json, expected a model without an adapter beside it; give the folder",
     ),
     "no JSON": (
         lambda folder: (folder / "config.json").write_text("<html>"),
@@ -312,19 +312,47 @@ def test_refuses_hooks_of_all_modules(register: Callable[[Any], Any]) -> None:
         handle.remove()
 
 
-WRAPPERS: dict[str, Callable[[nn.Module], nn.Module]] = {
-    "OptimizedModule, expected the module inside of it; give model._orig_mod": torch.compile,
-    "DataParallel, expected the module inside of it; give model.module": nn.DataParallel,
-    "AveragedModel, expected the module inside of it; give model.module": AveragedModel,
+def test_refuses_an_average_of_models() -> None:
+    model = nn.Sequential(nn.Linear(32, 32))
+    model.config = tiny_folder.CONFIG  # type: ignore[assignment]
+    told = "AveragedModel, expected the module inside of it; give model.module"
+    with pytest.raises(TypeError, match=f"^init_inference: model is {told}$"):
+        init_inference(AveragedModel(model))
+
+
+WRAPPERS: dict[str, Callable[[nn.Module], Any]] = {
+    "torch.compile": torch.compile,
+    "DataParallel": nn.DataParallel,
+    "both": lambda model: torch.compile(nn.DataParallel(model)),
+    "the other way round": lambda model: nn.DataParallel(torch.compile(model)),
 }
 
 
-@pytest.mark.parametrize("told", WRAPPERS)
-def test_refuses_what_stands_around_a_model(told: str) -> None:
-    model = nn.Sequential(nn.Linear(32, 32))
-    model.config = tiny_folder.CONFIG  # type: ignore[assignment]
-    with pytest.raises(TypeError, match=f"^init_inference: model is {told}$"):
-        init_inference(WRAPPERS[told](model))
+@pytest.mark.parametrize("kind", WRAPPERS)
+def test_looks_through_what_stands_around_a_model(kind: str, tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(tiny_folder.write(tmp_path / "model"))
+    wrapped = WRAPPERS[kind](model)
+    expected = init_inference(model).generate([5, 6], max_new_tokens=4)[0].tokens
+    assert init_inference(wrapped).generate([5, 6], max_new_tokens=4)[0].tokens == expected
+    wrapped.register_forward_hook(_doubled)
+    with pytest.raises(ValueError, match=f"^init_inference: {type(wrapped).__name__} has forward"):
+        init_inference(wrapped)
+
+
+def test_looks_through_distributed_data_parallel(tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(tiny_folder.write(tmp_path / "model"))
+    store = torch.distributed.FileStore(str(tmp_path / "store"), 1)
+    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        found = init_inference(nn.parallel.DistributedDataParallel(model))
+    finally:
+        torch.distributed.destroy_process_group()
+    expected = init_inference(model).generate([5, 6], max_new_tokens=4)
+    assert found.generate([5, 6], max_new_tokens=4)[0].tokens == expected[0].tokens
 
 
 @pytest.mark.parametrize(
