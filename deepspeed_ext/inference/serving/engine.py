@@ -323,6 +323,11 @@ class InferenceEngine:
             raise ValueError(f"generate: options have length {len(some)}, expected {count}")
         return [replace(each, **changes) for each in some]
 
+    @property
+    def load(self) -> tuple[int, int]:
+        """How many completions have a slot, and how many wait for one."""
+        return self._scheduler.load
+
     def _tokens_of(self, prompts: Prompts, mask: Mask | None) -> list[list[int]]:
         self._check_usable()
         reader = PromptReader(self.tokenizer, self._vocabulary, self.stop_tokens, self.pad_tokens)
