@@ -11,7 +11,7 @@ PYTHON_LAYERS = (  # each may import itself and what stands before its row
     ("zero", "inference", "environment"),
     ("config",),
     ("engine", "report", "examples", "interfaces"),
-    ("compat",),
+    ("compat", "server"),
 )
 ROOMS = {  # inside of a package, likewise; its __init__ may import all
     "io": (
@@ -187,6 +187,15 @@ ROOMS = {  # inside of a package, likewise; its __init__ may import all
         ("scheduler",),
         ("engine_core",),
         ("engine",),
+    ),
+    "server": (
+        ("errors", "metrics", "words"),
+        ("body", "fields"),
+        ("service",),
+        ("answers",),
+        ("chat", "completions"),
+        ("app",),
+        ("run",),
     ),
     "ops/attention": (
         ("paged_kv", "rope", "rope_frequencies"),

@@ -157,7 +157,12 @@ def opens_with_a_comment(path: str, text: str) -> Iterator[str]:
 
 
 def imports_point_down(path: str, text: str) -> Iterator[str]:
-    """A module imports itself and lower layers, wherever in the file the import stands."""
+    """A module imports itself and lower layers, wherever in the file the import stands.
+
+    A command may start what stands above its package.
+    """
+    if path.endswith("/__main__.py"):
+        return
     names = (name for name in imports_of(path, text) if name not in ("", "__version__"))
     yield from not_below(module_of(path), names, PYTHON_LAYERS, "deepspeed_ext")
 

@@ -1,4 +1,4 @@
-"""The command line: python -m deepspeed_ext.inference FOLDER --prompt TEXT; --help says more."""
+"""The command line: python -m deepspeed_ext.inference FOLDER --prompt TEXT, or --serve; see --help."""
 
 import argparse
 import sys
@@ -36,6 +36,17 @@ _LOADING = (  # those of init_inference
 )
 
 
+_SERVING = (
+    ("host", str, "ADDRESS", "to listen at; default: 127.0.0.1, which is for this machine alone"),
+    ("port", int, "N", "likewise; default: 8000"),
+    ("api-key", str, "KEY", "that clients have to give"),
+    ("served-name", str, "NAME", "of the model, for clients; default: that of the folder"),
+    ("grace", float, "SECONDS", "for what is under way after SIGTERM; default: 30"),
+    ("max-batch", int, "N", "completions that are computed at a time; default: 32"),
+)
+_USUAL_BATCH = 32  # of a server
+
+
 def _numbers(text: str) -> list[int]:
     try:
         return [int(part) for part in text.replace(",", " ").split()]
@@ -51,7 +62,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m deepspeed_ext.inference",
         description="Write on from a prompt with the model of a folder; the text goes to the"
-        " standard output as it comes, what it took to the standard error.",
+        " standard output as it comes, what it took to the standard error. Or serve it by HTTP.",
     )
     parser.add_argument(
         "folder", metavar="FOLDER", help="has config.json and safetensors files, as Hugging Face's"
@@ -60,13 +71,18 @@ def _parser() -> argparse.ArgumentParser:
     prompt.add_argument("--prompt", metavar="TEXT", help="the text to go on from")
     text = "the same as numbers of tokens, such as '1 15 8'; the text is numbers then, too"
     prompt.add_argument("--tokens", type=_numbers, metavar="NUMBERS", help=text)
+    text = "answer clients of OpenAI's API, until SIGTERM; pip install 'deepspeed_ext[serve]'"
+    prompt.add_argument("--serve", action="store_true", help=text)
     parser.add_argument(
         "--stop", action="append", default=[], metavar="TEXT", help="where it ends; may be repeated"
     )
-    for title, some in (("sampling", _SAMPLING), ("loading", _LOADING)):
+    groups = (("sampling", _SAMPLING), ("loading", _LOADING), ("serving", _SERVING))
+    for title, some in groups:
         group = parser.add_argument_group(title)
         for name, kind, meta, text in some:
             group.add_argument(f"--{name}", type=kind, metavar=meta, help=text)
+    text = "pages of this origin may ask; may be repeated"
+    group.add_argument("--allow-origin", action="append", default=[], metavar="URL", help=text)
     parser.add_argument("--activations", type=_renamed, help=argparse.SUPPRESS)
     return parser
 
@@ -83,6 +99,9 @@ def main(arguments: list[str] | None = None) -> int:
     if hasattr(sys.stdout, "reconfigure"):
         sys.stdout.reconfigure(errors="backslashreplace")  # a model may write anything
     try:
+        if options.serve:
+            _serve(options, given(_LOADING), given(_SERVING))
+            return 0
         wanted = SamplingOptions(stop=options.stop, **given(_SAMPLING))
         tokenizer = _tokenizer_for(options)
         tokens = options.tokens if options.prompt is None else tokenizer.encode(options.prompt)
@@ -102,14 +121,36 @@ def main(arguments: list[str] | None = None) -> int:
     return 0
 
 
+def _serve(options: argparse.Namespace, loading: dict[str, Any], serving: dict[str, Any]) -> None:
+    """Answer clients until a signal comes."""
+    try:
+        from deepspeed_ext.server.run import Settings, run
+    except ImportError as error:
+        raise ValueError(
+            f"--serve needs {error.name}, expected: pip install 'deepspeed_ext[serve]'"
+        ) from None
+    tokenizer = _tokenizer_for(options)
+    batch = serving.pop("max_batch", _USUAL_BATCH)
+    name = serving.pop("served_name", Path(options.folder).resolve().name)
+
+    def load() -> InferenceEngine:
+        more = dict(max_batch=batch, tokenizer=tokenizer, progress=True)
+        engine = init_inference(options.folder, **loading, **more)
+        assert isinstance(engine, InferenceEngine)
+        return engine
+
+    settings = Settings(name, allow_origins=options.allow_origin, **serving)
+    run(load, settings, lambda text: print(text, file=sys.stderr, flush=True))
+
+
 def _tokenizer_for(options: argparse.Namespace) -> Any:
     """Return the folder's tokenizer, and refuse what it has not, before weights are read."""
     folder = ModelFolder(Path(options.folder))
     if not policy_of(folder.config).causal:
         raise ValueError(f"{options.folder} has an encoder, expected a model that writes text")
     tokenizer = tokenizer_of(folder, None)
-    if tokenizer is None and (options.prompt is not None or options.stop):
-        what = "stop" if options.prompt is None else "prompt"
+    if tokenizer is None and (options.prompt is not None or options.stop or options.serve):
+        what = "serve" if options.serve else "stop" if options.prompt is None else "prompt"
         raise ValueError(
             f"{options.folder} has no tokenizer, expected one for --{what}; without, there is"
             " --tokens"

@@ -75,8 +75,12 @@ class AsyncStream(AsyncIterator[Piece]):
         self._stream.cancel(which)
 
     def close(self) -> None:
-        """End all as they are; there are no more pieces. It waits for nobody."""
+        """End all as they are; there are no more pieces. It waits for nobody.
+
+        If a task waits for a piece, it has to be called in its event loop.
+        """
         self._stream.close()
+        self._event.set()
 
     async def __aenter__(self) -> "AsyncStream":
         return self

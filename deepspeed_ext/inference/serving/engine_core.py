@@ -100,6 +100,11 @@ class EngineCore:
         finally:
             running.close()
 
+    @property
+    def load(self) -> tuple[int, int]:
+        """How many completions have a slot, and how many wait for one."""
+        return self._scheduler.load
+
     def _ask(self, prompts: list[list[int]], options: list[SamplingOptions], stream: bool) -> Call:
         """Make a request for each completion, all of which have room when they are alone."""
         call = Call()

@@ -104,6 +104,11 @@ class Scheduler:
                 f" {self._pages}, the pages of the engine"
             )
 
+    @property
+    def load(self) -> tuple[int, int]:
+        """How many requests have a slot, and how many have none yet; anybody may ask."""
+        return len(self._table.requests), len(self._waiting) + len(self._incoming)
+
     def submit(self, requests: Iterable[Request]) -> None:
         """Let requests take part from the next step on, in their order."""
         self._incoming.extend(request for request in requests if not request.is_done)

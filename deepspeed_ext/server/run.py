@@ -1,0 +1,126 @@
+"""run: listens, loads, answers, and ends as it is told to."""
+
+import asyncio
+import signal
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import uvicorn
+
+from deepspeed_ext.inference.serving.engine import InferenceEngine
+from deepspeed_ext.server.app import app_of
+from deepspeed_ext.server.body import Limits
+from deepspeed_ext.server.service import Service
+
+_LAST_WORDS = 5  # seconds in which answers that were given up are sent
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Where and how to serve.
+
+    Args:
+        name: of the model, for clients.
+        host: the address to listen at.
+        port: likewise; 0 for one that is free.
+        api_key: that clients have to give, or None.
+        allow_origins: pages of which origins a browser may let ask.
+        grace: seconds that what is under way is given after SIGTERM.
+        limits: of requests.
+    """
+
+    name: str
+    host: str = "127.0.0.1"
+    port: int = 8000
+    api_key: str | None = None
+    allow_origins: Sequence[str] = ()
+    grace: float = 30.0
+    limits: Limits = field(default_factory=Limits)
+
+
+class _Server(uvicorn.Server):
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Leave signals to `run`: uvicorn would end the process by the one that came."""
+        yield
+
+
+def run(
+    load: Callable[[], InferenceEngine],
+    settings: Settings,
+    say: Callable[[str], None] = lambda text: None,
+) -> None:
+    """Serve until SIGTERM or SIGINT; a second one ends what is under way at once.
+
+    The server listens from the beginning, and answers 503 until the engine is there.
+
+    Args:
+        load: returns the engine; it is called in a thread, and closed in the end.
+        settings: where and how.
+        say: is told what goes on.
+
+    Raises:
+        OSError: the address cannot be listened at.
+        Whatever load raises.
+    """
+    asyncio.run(_run(load, settings, say))
+
+
+async def _run(
+    load: Callable[[], InferenceEngine], settings: Settings, say: Callable[[str], None]
+) -> None:
+    service = Service(settings.name, settings.limits, settings.api_key)
+    config = uvicorn.Config(
+        app_of(service, settings.allow_origins),
+        log_config=None,
+        access_log=False,
+        lifespan="off",
+        timeout_graceful_shutdown=_LAST_WORDS,
+    )
+    server, loop = _Server(config), asyncio.get_running_loop()
+    sockets = [uvicorn.Config(config.app, settings.host, settings.port).bind_socket()]
+    host, port = sockets[0].getsockname()[:2]
+    stopping = asyncio.Event()
+    hurried = asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, _stop, service, stopping, hurried)
+    serving = asyncio.ensure_future(server.serve(sockets))
+    loading = asyncio.ensure_future(asyncio.to_thread(load))
+    told = asyncio.ensure_future(stopping.wait())
+    try:
+        await asyncio.wait({loading, told, serving}, return_when=asyncio.FIRST_COMPLETED)
+        if loading.done():
+            service.open(loading.result())
+            say(f"serving {service.name} at http://{host}:{port}/v1")
+            await asyncio.wait({told, serving}, return_when=asyncio.FIRST_COMPLETED)
+            await _let_go(service, settings.grace, hurried)
+    finally:
+        service.is_closing = True
+        server.should_exit = True
+        await asyncio.gather(serving, return_exceptions=True)
+        told.cancel()
+        if loading.done() and not loading.exception():
+            loading.result().close()
+
+
+def _stop(service: Service, stopping: asyncio.Event, hurried: asyncio.Event) -> None:
+    if stopping.is_set():
+        hurried.set()
+    service.is_closing = True
+    stopping.set()
+
+
+async def _let_go(service: Service, grace: float, hurried: asyncio.Event) -> None:
+    """Wait for what is under way, not for long, and end the rest."""
+    end = asyncio.get_running_loop().time() + grace
+    while service.running and not hurried.is_set():
+        left = end - asyncio.get_running_loop().time()
+        if left <= 0:
+            break
+        await asyncio.sleep(min(left, 0.05))
+    service.give_up()
+    while service.running:  # a moment: they are woken
+        await asyncio.sleep(0.01)
+        if asyncio.get_running_loop().time() > end + _LAST_WORDS:
+            break
