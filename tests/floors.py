@@ -54,6 +54,7 @@ ROOMS = {  # inside of a package, likewise; its __init__ may import all
         ("execution",),
         ("requests",),
         ("arguments", "serving"),
+        ("model_source",),
         ("initialize",),
         ("__main__",),
     ),

@@ -63,8 +63,7 @@ def tokens_of(engine: InferenceEngine, messages: list[dict[str, str]]) -> list[i
     Raises:
         ApiError: there is no template for it, or the template refuses it.
     """
-    apply: Any = getattr(engine.tokenizer, "apply_chat_template", None)
-    if apply is None:
+    if not engine.has_chat_template:
         raise ApiError(
             400,
             "the model has no chat template, expected a request of /v1/completions",
@@ -72,10 +71,9 @@ def tokens_of(engine: InferenceEngine, messages: list[dict[str, str]]) -> list[i
             "no_chat_template",
         )
     try:
-        found = apply(messages, add_generation_prompt=True, return_dict=False)
-    except Exception as error:  # whatever a template raises
+        return engine.chat_tokens(messages)[0]
+    except ValueError as error:
         raise ApiError(400, f"messages are refused by the template: {error}", "messages") from None
-    return list(found)
 
 
 def _messages_of(value: Any) -> list[dict[str, str]]:

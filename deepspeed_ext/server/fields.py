@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 from deepspeed_ext.inference.execution.sampling import SamplingOptions
@@ -13,11 +13,11 @@ _OURS = {  # what fields are called that SamplingOptions has under another name
     "stop_tokens": "stop_token_ids",
     "prompt_logprobs": "logprobs",
 }
-_PLAIN = ("temperature", "top_p", "min_p", "repetition_penalty")
-_PENALTIES = ("presence_penalty", "frequency_penalty", "logit_bias")
+_PENALTIES = ("repetition_penalty", "presence_penalty", "frequency_penalty")
+_PLAIN = ("temperature", "top_p", "min_p", *_PENALTIES)
 _COMMON = {
     *("model", "max_tokens", "n", "stop", "seed", "stream", "stream_options", "user", "logprobs"),
-    *("top_k", "stop_token_ids", *_PLAIN, *_PENALTIES),
+    *("top_k", "stop_token_ids", "logit_bias", *_PLAIN),
 }
 COMPLETION_FIELDS = {*_COMMON, "prompt", "echo"}
 CHAT_FIELDS = {*_COMMON, "messages", "max_completion_tokens", "top_logprobs"}
@@ -123,15 +123,8 @@ def _options_of(found: Mapping[str, Any]) -> dict[str, Any]:
         options["seed"] = found["seed"] % 2**64  # a negative one is as good as any
     if "top_k" in found:
         options["top_k"] = 0 if found["top_k"] == -1 else found["top_k"]
-    have = {field.name for field in fields(SamplingOptions)}
-    for name in _PENALTIES:
-        value = found.get(name, 0)
-        if name == "logit_bias" and value:
-            value = _bias_of(value)
-        if name in have and name in found:
-            options[name] = value or (0.0 if name != "logit_bias" else {})
-        elif name not in have and value not in (0, {}):
-            raise ApiError(400, f"{name} is not supported, expected 0 or null", name)
+    if "logit_bias" in found:
+        options["logit_bias"] = _bias_of(found["logit_bias"])
     return options
 
 

@@ -347,6 +347,27 @@ class InferenceEngine(EngineCore):
             ValueError: there is no tokenizer, or no template; it refuses the messages, or fails.
             As generate.
         """
+        tokens = self.chat_tokens(
+            messages,
+            chat_template=chat_template,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            template_arguments=template_arguments,
+        )
+        found: Any = self.generate(tokens, options, stream=stream, **others)  # type: ignore[call-overload]
+        answer: list[Completion] | Stream = found
+        return answer
+
+    def chat_tokens(
+        self,
+        messages: Conversation | Sequence[Conversation],
+        *,
+        chat_template: str | None = None,
+        add_generation_prompt: bool | None = None,
+        continue_final_message: bool = False,
+        template_arguments: Mapping[str, Any] | None = None,
+    ) -> list[list[int]]:
+        """Return the tokens of each conversation, which `chat` has as its prompts; see there."""
         self._check_usable()
         if self.tokenizer is None:
             raise ValueError("chat: the engine has no tokenizer, expected one, for text")
@@ -358,10 +379,12 @@ class InferenceEngine(EngineCore):
             add_generation_prompt=add_generation_prompt,
             continue_final_message=continue_final_message,
         )
-        tokens = [encoded_whole(self.tokenizer, text) for text in texts]
-        found: Any = self.generate(tokens, options, stream=stream, **others)  # type: ignore[call-overload]
-        answer: list[Completion] | Stream = found
-        return answer
+        return [encoded_whole(self.tokenizer, text) for text in texts]
+
+    @property
+    def has_chat_template(self) -> bool:
+        """Whether `chat` needs no template to be given."""
+        return bool(templates_of(self.tokenizer, self.chat_templates).texts)
 
     def _reader(self, adds_special_tokens: bool) -> PromptReader:
         if type(adds_special_tokens) is not bool:
