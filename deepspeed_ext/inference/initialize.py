@@ -90,6 +90,10 @@ def init_inference(
     floats lie about at most. Names and shapes of all tensors, what the table reads of the
     configuration, and whether all has room, are checked before the first is read.
 
+    Weights that come quantized stay so, bit for bit, and are never floats: of a folder of GPTQ, AWQ
+    (4 bits) or compressed-tensors (pack-quantized, 4 or 8 bits), and of a module those of its
+    `QuantizedLinear`. There is no report of them.
+
     Of a generation config the tokens that end a text and that for padding count, and nothing else:
     how tokens are sampled is said by each call, see ``SamplingOptions``.
 
@@ -101,7 +105,7 @@ def init_inference(
         dtype: of weights and hidden states, float32, bfloat16 or float16; None: that of the model.
         quantize: what the weights of linear layers in blocks become: None, "int8" or "int4", in
             groups of 128 elements of a row, or on CUDA 8.9 or newer "fp8" (e4m3, one scale for
-            a row).
+            a row). None where weights come quantized.
         quantize_head: the same for the head, which without it stays as it is; the embedding does
             in any case, also one that is the head.
         kv_dtype: what keys and values are kept as: None for dtype, "int8" or "fp8".

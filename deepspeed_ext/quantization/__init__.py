@@ -4,7 +4,9 @@
 - packing: a weight as such tensors, and how far they are from it.
 - float8, weight_view: fp8 multiplications; what `weight` of a layer is. linear: QuantizedLinear.
 - candidates: which layers of a model can be replaced. report, convert: quantize_model.
-- files: save_quantized, load_quantized. int4_tensors, int4_checkpoint: what GPTQ and AWQ wrote.
+- files: save_quantized, load_quantized. filling, parameters_on_meta: models that files fill.
+- int4_tensors, compressed_tensors: what GPTQ, AWQ and compressed-tensors wrote. stored_weight: such
+  a weight, rewritten. published: which of them a folder has. int4_checkpoint: models of them.
 """
 
 from importlib import import_module

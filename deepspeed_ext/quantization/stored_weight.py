@@ -15,7 +15,7 @@ from deepspeed_ext.ops.quantization.formats import pack_nibbles, unpack_nibbles
 from deepspeed_ext.ops.quantization.packed_weight import lines_of_bytes
 from deepspeed_ext.quantization.layout import WeightLayout
 
-_BLOCK_ELEMENTS = 1 << 20  # some of them lie about as bytes on the way
+_BLOCK_ELEMENTS = 1 << 22  # some of them lie about as bytes on the way
 _ROWS = 8  # a block begins at a multiple of them, as words may hold rows
 
 

@@ -150,12 +150,27 @@ def lines_of_bytes(codes: Tensor, bits: int, length: int, format: str, biased: b
     # Element 8 p + 2 w + h of a run is number p of half h of word w.
     if bits == 8:
         runs = codes.view(n, count, RUN_BYTES // 8, 4, 2).permute(0, 1, 3, 4, 2)
-    else:  # a byte has both halves of a word, and gets two numbers
-        pairs = codes.contiguous().view(n, count, RUN_BYTES // 8, 2, 4)
-        even, odd = pairs.unbind(3)
-        halves = torch.stack((even & 15 | odd << 4, even >> 4 | odd & 240), 2)
-        runs = halves.permute(0, 1, 4, 2, 3)
+    else:
+        runs = _runs_of_nibbles(codes.contiguous(), count)
     return runs.reshape(codes.shape)
+
+
+def _runs_of_nibbles(codes: Tensor, count: int) -> Tensor:
+    """Return runs of codes of 4 bits reordered, all bytes of a word at a time: as bytes.
+
+    Half h of a byte w that is read, of word p, is number p of half h of word w.
+    """
+    if codes.storage_offset() % 4:
+        codes = codes.clone()
+    words = codes.view(torch.int32).view(-1, count, 4)
+    halves = words & 0x0F0F0F0F, words >> 4 & 0x0F0F0F0F
+    pairs = [half[..., p] | half[..., p + 1] << 4 for half in halves for p in (0, 2)]
+    made = []
+    for w in range(4):
+        parts = [((pair >> 8 * w) & 255) << 8 * i for i, pair in enumerate(pairs)]
+        made.append((parts[0] | parts[1]) | (parts[2] | parts[3]))
+    runs = torch.stack(made, -1)
+    return runs.view(torch.uint8)
 
 
 def signed_codes(weight: PackedWeight) -> Tensor:
