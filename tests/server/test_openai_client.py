@@ -9,7 +9,8 @@ import tiny
 
 pytest.importorskip("starlette", reason="needs the extra serve")
 pytest.importorskip("uvicorn", reason="needs the extra serve")
-openai = pytest.importorskip("openai", reason="needs the package openai")
+pytest.importorskip("openai", reason="needs the package openai")
+import openai
 from serving_here import Chatty, served
 
 pytestmark = pytest.mark.long
