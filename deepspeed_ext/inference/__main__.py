@@ -1,4 +1,4 @@
-"""The command line: python -m deepspeed_ext.inference FOLDER, --prompt or --serve; see --help."""
+"""The command line: python -m deepspeed_ext.inference FOLDER --prompt TEXT or --serve."""
 
 import argparse
 import sys

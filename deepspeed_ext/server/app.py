@@ -93,7 +93,8 @@ async def _refused(request: Request, error: Exception) -> Response:
 async def _unknown(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     what = f"{request.method} {request.url.path!r:.100} is not served here"
-    told = ApiError(error.status_code, what, code="unknown_url", headers=dict(error.headers or {}))
+    status = 404 if error.status_code == 405 else error.status_code
+    told = ApiError(status, what, code="unknown_url", headers=dict(error.headers or {}))
     return JSONResponse(told.body, told.status, told.headers)
 
 

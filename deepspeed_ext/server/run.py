@@ -2,6 +2,8 @@
 
 import asyncio
 import signal
+import socket
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -79,20 +81,22 @@ async def _run(
         timeout_graceful_shutdown=_LAST_WORDS,
     )
     server, loop = _Server(config), asyncio.get_running_loop()
-    sockets = [uvicorn.Config(config.app, settings.host, settings.port).bind_socket()]
-    host, port = sockets[0].getsockname()[:2]
+    listening = _listening(settings.host, settings.port)
+    host, port = listening.getsockname()[:2]
     stopping = asyncio.Event()
     hurried = asyncio.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
+    is_main = threading.current_thread() is threading.main_thread()
+    for number in (signal.SIGTERM, signal.SIGINT) if is_main else ():
         loop.add_signal_handler(number, _stop, service, stopping, hurried)
-    serving = asyncio.ensure_future(server.serve(sockets))
+    serving = asyncio.ensure_future(server.serve([listening]))
     loading = asyncio.ensure_future(asyncio.to_thread(load))
     told = asyncio.ensure_future(stopping.wait())
     try:
         await asyncio.wait({loading, told, serving}, return_when=asyncio.FIRST_COMPLETED)
         if loading.done():
             service.open(loading.result())
-            say(f"serving {service.name} at http://{host}:{port}/v1")
+            shown = f"[{host}]" if ":" in host else host
+            say(f"serving {service.name} at http://{shown}:{port}/v1")
             await asyncio.wait({told, serving}, return_when=asyncio.FIRST_COMPLETED)
             await _let_go(service, settings.grace, hurried)
     finally:
@@ -102,6 +106,14 @@ async def _run(
         told.cancel()
         if loading.done() and not loading.exception():
             loading.result().close()
+
+
+def _listening(host: str, port: int) -> socket.socket:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        return socket.create_server((host, port), family=family, backlog=2048)
+    except (OSError, OverflowError) as error:
+        raise OSError(f"serve: {host} port {port} cannot be listened at: {error}") from None
 
 
 def _stop(service: Service, stopping: asyncio.Event, hurried: asyncio.Event) -> None:

@@ -193,13 +193,14 @@ class Running:
 
     def _count(self, piece: Piece) -> None:
         metrics, now, key = self._service.metrics, time.perf_counter(), (piece.prompt, piece.sample)
-        if piece.tokens and key not in self._last:
-            metrics.first.add(now - self._begin)
-        elif piece.tokens:
-            each = (now - self._last[key]) / len(piece.tokens)
-            for _ in piece.tokens:
-                metrics.between.add(each)
         if piece.tokens:
+            behind = len(piece.tokens)
+            if key not in self._last:
+                metrics.first.add(now - self._begin)
+                behind -= 1  # which came with the first
+            since = now - self._last.get(key, now)
+            for _ in range(behind):
+                metrics.between.add(since / behind)
             self._last[key] = now
         metrics.tokens["completion"] += len(piece.tokens)
         self.tokens += len(piece.tokens)

@@ -8,12 +8,15 @@ from weakref import WeakKeyDictionary, WeakMethod
 from deepspeed_ext.inference.requests.async_stream import AsyncStream, LoopBell
 from deepspeed_ext.inference.requests.request import Call
 from deepspeed_ext.inference.requests.stream import Stream
+from deepspeed_ext.threads import AwaitedThread
 
 _Unless = Callable[[Callable[[], bool]], None]
 
 
 class StepThread:
     """One thread, which is there while a call is open, whatever the number of calls.
+
+    Python waits for it when it ends, as other threads may have loops that go on; Ctrl-C hurries it.
 
     Args:
         advance: a method that lets the engine compute a step, unless what it is given is true by
@@ -62,9 +65,10 @@ class StepThread:
                 if call.open == 0:  # another thread has computed all of it by now
                     self._open.discard(call)
                 if self._open and not self._is_there:
-                    thread = threading.Thread(target=self._run, name="inference", daemon=True)
                     self._is_there = True
-                    thread.start()
+                    AwaitedThread(
+                        self._run, "deepspeed_ext-inference", hurry=self._open.clear
+                    ).start()
         return followed
 
     def _run(self) -> None:
