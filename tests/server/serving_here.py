@@ -16,11 +16,10 @@ from deepspeed_ext.server.run import Settings, _run
 class Chatty(tiny.Bytes):
     """A tokenizer of bytes with a template."""
 
-    def apply_chat_template(self, messages: Any, **options: Any) -> list[int]:
-        if messages[0]["role"] == "nobody":
-            raise ValueError("no such role")
-        text = "".join(f"{each['role'][0]}: {each['content']} " for each in messages)
-        return self.encode(text + "a:")
+    chat_template = (
+        "{% if messages[0].role == 'nobody' %}{{ raise_exception('no such role') }}{% endif %}"
+        "{% for each in messages %}{{ each.role[0] }}: {{ each.content }} {% endfor %}a:"
+    )
 
 
 class Client:

@@ -23,7 +23,7 @@ def run(what: Coroutine[Any, Any, Any]) -> Any:
 
 
 def steppers() -> list[threading.Thread]:
-    return [each for each in threading.enumerate() if each.name == "inference"]
+    return [each for each in threading.enumerate() if each.name == "deepspeed_ext-inference"]
 
 
 async def pieces_of(engine: InferenceEngine, *prompts: Any, **options: Any) -> list[Piece]:
