@@ -23,7 +23,14 @@ _TREE = {
     "Use": [
         *("docs/optimizers", "docs/offload", "docs/zero", "docs/engine", "docs/config"),
         *("docs/compat", "docs/io"),
-        *("docs/quantization", "docs/inference", "docs/ops", "docs/environment", "docs/limits"),
+        *(
+            "docs/quantization",
+            "docs/inference",
+            "docs/server",
+            "docs/ops",
+            "docs/environment",
+            "docs/limits",
+        ),
     ],
     "Reference": ["docs/api/*"],
     "Look inside": [
