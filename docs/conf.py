@@ -27,6 +27,7 @@ _TREE = {
             "docs/quantization",
             "docs/inference",
             "docs/inference-inputs",
+            "docs/server",
             "docs/ops",
             "docs/environment",
             "docs/limits",

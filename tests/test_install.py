@@ -184,9 +184,10 @@ def test_requirements_are_what_the_package_imports():
                 imported.add(node.module.partition(".")[0])
     third_party = imported - sys.stdlib_module_names - {"deepspeed_ext"}
     needed = {re.split(r"\W", requirement)[0] for requirement in base_requirements()}
-    # ninja is a program, pybind11 headers; matplotlib is for the examples, an extra. Tokenizers are
-    # taken where they are, and transformers is what an example compares itself with.
-    optional = {"matplotlib", "numpy", "tokenizers", "transformers"}
+    # ninja is a program, pybind11 headers; matplotlib is for the examples, an extra, and starlette
+    # and uvicorn are for the server, another one. Tokenizers are taken where they are, and
+    # transformers is what an example compares itself with.
+    optional = {"matplotlib", "numpy", "starlette", "tokenizers", "transformers", "uvicorn"}
     assert third_party - optional == needed - {"ninja", "pybind11"}
 
 

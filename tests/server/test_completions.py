@@ -279,7 +279,8 @@ def test_chats(client: Client) -> None:
     *events, done = client.events("/v1/chat/completions", **fields)
     assert done == "[DONE]" and events[0]["object"] == "chat.completion.chunk"
     deltas = [event["choices"][0]["delta"] for event in events]
-    assert deltas[0] == dict(role="assistant", content="") and deltas[-1] == {}
+    assert deltas[0] == dict(role="assistant", content="")
+    assert [event["choices"][0]["finish_reason"] for event in events][-2:] == [None, "length"]
     assert "".join(delta.get("content", "") for delta in deltas) == expected.text
     blocks = [event["choices"][0]["logprobs"] for event in events]
     assert [each for block in blocks if block for each in block["content"]] == content

@@ -152,6 +152,28 @@ def test_who_leaves_is_cancelled() -> None:
     run(ask())
 
 
+def test_a_task_that_is_cancelled_closes_what_is_kept() -> None:
+    """Somebody may still hold the stream."""
+    engine = tiny.engine(max_tokens=4000)
+
+    async def ask() -> None:
+        stream = engine.stream([[1]], max_new_tokens=3900)
+
+        async def read() -> None:
+            async for _ in stream:
+                pass
+
+        task = asyncio.create_task(read())
+        await asyncio.sleep(0.02)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        assert [piece async for piece in stream] == []
+        await until_free(engine)
+        assert len(stream.completions()[0].tokens) < 3900
+
+    run(ask())
+
+
 def test_one_of_several_is_cancelled() -> None:
     engine = tiny.engine()
 
