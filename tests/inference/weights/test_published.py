@@ -196,3 +196,25 @@ Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
 engine = init_inference(large, max_batch=1, max_tokens=64, device="cpu")
 print(memory("VmHWM") - before, bytes_of(engine.decoder.weights))
 """
+
+
+def test_refuses_tensors_that_do_not_fit(tmp_path: Path) -> None:
+    """Names the layer and the folder, before anything is read where shapes tell."""
+    Published(tmp_path, "llama", METHODS["gptq"])
+    saved = load(tmp_path / "model.safetensors")
+    at = "model.layers.1.mlp.up_proj"
+
+    def refused(tensors: dict[str, Tensor], text: str) -> None:
+        save(tensors, tmp_path / "model.safetensors")
+        with pytest.raises(ValueError, match=f"^init_inference: {text}"):
+            init_inference(tmp_path, device="cpu")
+
+    without = {name: t for name, t in saved.items() if name != f"{at}.qzeros"}
+    refused(without, f"{at} of .* has no qzeros, expected it beside qweight")
+    refused(saved | {f"{at}.qweight": saved[f"{at}.qweight"][:-1]}, f"{at} of .* has rows of 56 el")
+    changed = saved[f"{at}.g_idx"].clone()
+    changed[3] = 2
+    refused(saved | {f"{at}.g_idx": changed}, f"{at} of .* has g_idx with groups of other sizes")
+    floats = {name: t for name, t in saved.items() if not name.endswith("qweight")}
+    refused(floats, ".* has no tensor named qweight, expected one for each layer, as its config")
+    refused(saved | {f"{at}.weight": torch.ones(96, 64)}, f"model has '{at}.weight', expected no t")
