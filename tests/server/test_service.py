@@ -134,7 +134,8 @@ def test_a_request_that_fails_does_so_alone() -> None:
         assert status == 500 and "expected finite ones" in message
         forbidden = dict(model="m", prompt=[9], stream=True)
         assert client.refused("/v1/completions", forbidden)[0] == 500
-        events = client.events(prompt=[[1, 2], [1, 2, 9]], max_tokens=3)
+        # Its turn comes many steps after the first piece.
+        events = client.events(prompt=[*[[1, 2]] * 20, [1, 2, 9]], max_tokens=20)
         assert "expected finite ones" in events[-1]["error"]["message"]
         assert client.complete(prompt=[1, 2], max_tokens=3)["choices"][0]["text"]
 
