@@ -1,5 +1,6 @@
 """/v1/chat/completions: conversations, and what is answered."""
 
+import asyncio
 from typing import Any
 
 from starlette.requests import Request
@@ -11,7 +12,7 @@ from deepspeed_ext.inference.serving.engine import InferenceEngine
 from deepspeed_ext.server.answers import Answer, Events
 from deepspeed_ext.server.errors import ApiError, wrong
 from deepspeed_ext.server.fields import CHAT_FIELDS, fields_of
-from deepspeed_ext.server.service import Service
+from deepspeed_ext.server.service import LONG, Service
 
 _PLAIN = {"role", "content", "name"}
 _NOTHING = {"tool_calls", "function_call", "refusal", "audio"}  # of messages, if they are null
@@ -53,7 +54,11 @@ class Chats(Answer):
 async def chat(service: Service, given: dict[str, Any], request: Request) -> JSONResponse | Events:
     """Answer a request for a chat."""
     fields = fields_of(given, CHAT_FIELDS, None)
-    tokens = tokens_of(service.engine, _messages_of(given.get("messages")))
+    messages = _messages_of(given.get("messages"))
+    if sum(len(each["content"]) for each in messages) > LONG:
+        tokens = await asyncio.to_thread(tokens_of, service.engine, messages)
+    else:
+        tokens = tokens_of(service.engine, messages)
     return await Chats(service, fields, [tokens]).to(request, "messages")
 
 

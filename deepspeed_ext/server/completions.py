@@ -12,10 +12,9 @@ from deepspeed_ext.inference.requests.stream import Piece
 from deepspeed_ext.server.answers import Answer, Events
 from deepspeed_ext.server.errors import ApiError, wrong
 from deepspeed_ext.server.fields import COMPLETION_FIELDS, Fields, as_api_error, fields_of
-from deepspeed_ext.server.service import Service
+from deepspeed_ext.server.service import LONG, Service
 
 _USUAL_MAX = 16  # tokens, as OpenAI's
-_LONG = 1 << 14  # characters that are made tokens of in another thread
 _EXPECTED = "text, tokens, or an array of either, not empty"
 
 
@@ -81,7 +80,7 @@ async def complete(
     given_prompts = _prompts_of(given.get("prompt"), service.limits.completions)
     texts = [each if isinstance(each, str) else None for each in given_prompts]
     try:
-        if sum(len(text or "") for text in texts) > _LONG:
+        if sum(len(text or "") for text in texts) > LONG:
             tokens = await asyncio.to_thread(_encoded, service.tokenizer, given_prompts)
         else:
             tokens = _encoded(service.tokenizer, given_prompts)

@@ -18,6 +18,7 @@ from deepspeed_ext.server.errors import ApiError, wrong
 from deepspeed_ext.server.fields import Fields, as_api_error
 from deepspeed_ext.server.metrics import Metrics
 
+LONG = 1 << 14  # characters that are made tokens of in another thread
 _T = TypeVar("_T")
 
 
