@@ -192,8 +192,8 @@ ROOMS = {  # inside of a package, likewise; its __init__ may import all
     "server": (
         ("errors", "metrics", "words"),
         ("body", "fields"),
-        ("service",),
-        ("answers",),
+        ("prompts", "service"),
+        ("answers", "embeddings"),
         ("chat", "completions"),
         ("app",),
         ("run",),

@@ -124,20 +124,28 @@ def main(arguments: list[str] | None = None) -> int:
 def _serve(options: argparse.Namespace, loading: dict[str, Any], serving: dict[str, Any]) -> None:
     """Answer clients until a signal comes."""
     try:
+        from deepspeed_ext.server.embeddings import pooling_of
         from deepspeed_ext.server.run import Settings, run
     except ImportError as error:
         raise ValueError(
             f"--serve needs {error.name}, expected: pip install 'deepspeed_ext[serve]'"
         ) from None
-    tokenizer = _tokenizer_for(options)
-    batch = serving.pop("max_batch", _USUAL_BATCH)
+    tokenizer, folder = _tokenizer_for(options), ModelFolder(Path(options.folder))
+    of_kind: dict[str, Any] = {}
+    if policy_of(folder.config).causal:
+        of_kind["max_batch"] = serving.pop("max_batch", _USUAL_BATCH)
+    elif "max_batch" in serving:
+        raise ValueError(
+            f"--max-batch is {serving['max_batch']}, expected none, as {options.folder} has an"
+            " encoder"
+        )
+    else:
+        serving["pooling"] = pooling_of(folder)
     name = serving.pop("served_name", Path(options.folder).resolve().name)
 
-    def load() -> InferenceEngine:
-        more = dict(max_batch=batch, tokenizer=tokenizer, progress=True)
-        engine = init_inference(options.folder, **loading, **more)
-        assert isinstance(engine, InferenceEngine)
-        return engine
+    def load() -> Any:
+        more = dict(tokenizer=tokenizer, progress=True)
+        return init_inference(options.folder, **loading, **of_kind, **more)
 
     settings = Settings(name, allow_origins=options.allow_origin, **serving)
     run(load, settings, lambda text: print(text, file=sys.stderr, flush=True))
@@ -146,7 +154,7 @@ def _serve(options: argparse.Namespace, loading: dict[str, Any], serving: dict[s
 def _tokenizer_for(options: argparse.Namespace) -> Any:
     """Return the folder's tokenizer, and refuse what it has not, before weights are read."""
     folder = ModelFolder(Path(options.folder))
-    if not policy_of(folder.config).causal:
+    if not (options.serve or policy_of(folder.config).causal):
         raise ValueError(f"{options.folder} has an encoder, expected a model that writes text")
     tokenizer = tokenizer_of(folder, None)
     if tokenizer is None and (options.prompt is not None or options.stop or options.serve):

@@ -16,6 +16,7 @@ from deepspeed_ext.server.answers import Events
 from deepspeed_ext.server.body import object_of
 from deepspeed_ext.server.chat import chat
 from deepspeed_ext.server.completions import complete
+from deepspeed_ext.server.embeddings import embed
 from deepspeed_ext.server.errors import ApiError
 from deepspeed_ext.server.service import Left, Service
 
@@ -32,7 +33,7 @@ def app_of(service: Service, allow_origins: Sequence[str] = ()) -> Starlette:
     """
 
     async def health(request: Request) -> Response:
-        service.engine  # noqa: B018, as it raises unless there is one
+        service.check_ready()
         return JSONResponse({"status": "ok"})
 
     async def metrics(request: Request) -> Response:
@@ -61,6 +62,7 @@ def app_of(service: Service, allow_origins: Sequence[str] = ()) -> Starlette:
             Route("/v1/models/{name:path}", model),
             Route("/v1/completions", _answering(service, complete), methods=["POST"]),
             Route("/v1/chat/completions", _answering(service, chat), methods=["POST"]),
+            Route("/v1/embeddings", _answering(service, embed), methods=["POST"]),
         ],
         middleware=middleware,
         exception_handlers={ApiError: _refused, HTTPException: _unknown, Exception: _failed},
@@ -71,7 +73,7 @@ def _answering(service: Service, handler: _Handler) -> Callable[[Request], Await
     async def answer(request: Request) -> Any:
         try:
             service.check_key(request)
-            service.engine  # noqa: B018, before the body is read
+            service.check_ready()  # before the body is read
             given = await object_of(request, service.limits)
             service.check_model(given.get("model"))
             return await handler(service, given, request)

@@ -12,7 +12,8 @@ from deepspeed_ext.inference.serving.engine import InferenceEngine
 from deepspeed_ext.server.answers import Answer, Events
 from deepspeed_ext.server.errors import ApiError, wrong
 from deepspeed_ext.server.fields import CHAT_FIELDS, fields_of
-from deepspeed_ext.server.service import LONG, Service
+from deepspeed_ext.server.prompts import LONG
+from deepspeed_ext.server.service import Service
 
 _PLAIN = {"role", "content", "name"}
 _NOTHING = {"tool_calls", "function_call", "refusal", "audio"}  # of messages, if they are null

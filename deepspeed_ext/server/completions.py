@@ -1,6 +1,5 @@
 """/v1/completions: prompts of text or tokens, and what follows them."""
 
-import asyncio
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,12 +9,12 @@ from starlette.responses import JSONResponse
 from deepspeed_ext.inference.requests.request import Completion
 from deepspeed_ext.inference.requests.stream import Piece
 from deepspeed_ext.server.answers import Answer, Events
-from deepspeed_ext.server.errors import ApiError, wrong
-from deepspeed_ext.server.fields import COMPLETION_FIELDS, Fields, as_api_error, fields_of
-from deepspeed_ext.server.service import LONG, Service
+from deepspeed_ext.server.errors import ApiError
+from deepspeed_ext.server.fields import COMPLETION_FIELDS, Fields, fields_of
+from deepspeed_ext.server.prompts import prompts_of, tokens_of
+from deepspeed_ext.server.service import Service
 
 _USUAL_MAX = 16  # tokens, as OpenAI's
-_EXPECTED = "text, tokens, or an array of either, not empty"
 
 
 class Completions(Answer):
@@ -77,34 +76,7 @@ async def complete(
     fields = fields_of(given, COMPLETION_FIELDS, _USUAL_MAX)
     if fields.echo and fields.stream and fields.logprobs is not None:
         raise ApiError(400, "stream is true, expected false with echo and logprobs", "stream")
-    given_prompts = _prompts_of(given.get("prompt"), service.limits.completions)
-    texts = [each if isinstance(each, str) else None for each in given_prompts]
-    try:
-        if sum(len(text or "") for text in texts) > LONG:
-            tokens = await asyncio.to_thread(_encoded, service.tokenizer, given_prompts)
-        else:
-            tokens = _encoded(service.tokenizer, given_prompts)
-    except (TypeError, ValueError) as error:
-        raise as_api_error(error, "prompt") from None
+    prompts = prompts_of("prompt", given.get("prompt"), service.limits.completions)
+    texts = [each if isinstance(each, str) else None for each in prompts]
+    tokens = await tokens_of(service.tokenizer, prompts, "prompt")
     return await Completions(service, fields, tokens, texts).to(request, "prompt")
-
-
-def _prompts_of(value: Any, most: int) -> list[str | list[int]]:
-    if isinstance(value, str):
-        return [value]
-    if not isinstance(value, list) or not value:
-        raise wrong("prompt", value, _EXPECTED)
-    if type(value[0]) is int:
-        value = [value]
-    if len(value) > most:
-        raise ApiError(400, f"prompt has {len(value)} prompts, expected at most {most}", "prompt")
-    for each in value:
-        are_tokens = isinstance(each, list) and all(type(token) is int for token in each)
-        if not isinstance(each, str) and not are_tokens:
-            raise wrong("prompt", value, _EXPECTED)
-    found: list[str | list[int]] = value
-    return found
-
-
-def _encoded(tokenizer: Any, prompts: list[str | list[int]]) -> list[list[int]]:
-    return [list(tokenizer.encode(p)) if isinstance(p, str) else p for p in prompts]

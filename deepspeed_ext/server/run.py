@@ -10,9 +10,11 @@ from dataclasses import dataclass, field
 
 import uvicorn
 
+from deepspeed_ext.inference.serving.encoder_engine import EncoderEngine
 from deepspeed_ext.inference.serving.engine import InferenceEngine
 from deepspeed_ext.server.app import app_of
 from deepspeed_ext.server.body import Limits
+from deepspeed_ext.server.embeddings import Pooling
 from deepspeed_ext.server.service import Service
 
 _LAST_WORDS = 5  # seconds in which answers that were given up are sent
@@ -30,6 +32,7 @@ class Settings:
         allow_origins: pages of which origins a browser may let ask.
         grace: seconds that what is under way is given after SIGTERM.
         limits: of requests.
+        pooling: of an encoder.
     """
 
     name: str
@@ -39,6 +42,7 @@ class Settings:
     allow_origins: Sequence[str] = ()
     grace: float = 30.0
     limits: Limits = field(default_factory=Limits)
+    pooling: Pooling = Pooling.MEAN
 
 
 class _Server(uvicorn.Server):
@@ -49,7 +53,7 @@ class _Server(uvicorn.Server):
 
 
 def run(
-    load: Callable[[], InferenceEngine],
+    load: Callable[[], InferenceEngine | EncoderEngine],
     settings: Settings,
     say: Callable[[str], None] = lambda text: None,
 ) -> None:
@@ -70,7 +74,9 @@ def run(
 
 
 async def _run(
-    load: Callable[[], InferenceEngine], settings: Settings, say: Callable[[str], None]
+    load: Callable[[], InferenceEngine | EncoderEngine],
+    settings: Settings,
+    say: Callable[[str], None],
 ) -> None:
     service = Service(settings.name, settings.limits, settings.api_key)
     config = uvicorn.Config(
@@ -94,7 +100,7 @@ async def _run(
     try:
         await asyncio.wait({loading, told, serving}, return_when=asyncio.FIRST_COMPLETED)
         if loading.done():
-            service.open(loading.result())
+            service.open(loading.result(), settings.pooling)
             shown = f"[{host}]" if ":" in host else host
             say(f"serving {service.name} at http://{shown}:{port}/v1")
             await asyncio.wait({told, serving}, return_when=asyncio.FIRST_COMPLETED)
@@ -104,8 +110,9 @@ async def _run(
         server.should_exit = True
         await asyncio.gather(serving, return_exceptions=True)
         told.cancel()
-        if loading.done() and not loading.exception():
-            loading.result().close()
+        made = loading.result() if loading.done() and not loading.exception() else None
+        if isinstance(made, InferenceEngine):  # the other one holds nothing but weights
+            made.close()
 
 
 def _listening(host: str, port: int) -> socket.socket:

@@ -3,7 +3,7 @@
 import asyncio
 import hmac
 import time
-from collections.abc import AsyncGenerator, Awaitable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import aclosing, suppress
 from typing import Any, TypeVar
 
@@ -12,13 +12,13 @@ from starlette.requests import Request
 from deepspeed_ext.inference.requests.async_stream import AsyncStream
 from deepspeed_ext.inference.requests.request import Completion
 from deepspeed_ext.inference.requests.stream import Piece
+from deepspeed_ext.inference.serving.encoder_engine import EncoderEngine
 from deepspeed_ext.inference.serving.engine import InferenceEngine
 from deepspeed_ext.server.body import Limits
 from deepspeed_ext.server.errors import ApiError, wrong
 from deepspeed_ext.server.fields import Fields, as_api_error
 from deepspeed_ext.server.metrics import Metrics
 
-LONG = 1 << 14  # characters that are made tokens of in another thread
 _T = TypeVar("_T")
 
 
@@ -41,22 +41,29 @@ class Service:
         self.metrics = Metrics()
         self.is_closing = False
         self.running: set[Running] = set()
-        self._engine: InferenceEngine | None = None
+        self._engine: InferenceEngine | EncoderEngine | None = None
+        self._pooling: Any = None
+        self._encoding = asyncio.Lock()  # one at a time: each takes all processors, or the device
+        self._encoded = 0  # texts, by requests that are under way
 
-    def open(self, engine: InferenceEngine) -> None:
-        """Let requests come in."""
+    def open(self, engine: InferenceEngine | EncoderEngine, pooling: Any = None) -> None:
+        """Let requests come in.
+
+        Args:
+            engine: that answers them.
+            pooling: of an encoder, which `encoded` passes on.
+        """
         if engine.tokenizer is None:
             raise ValueError("serve: the engine has no tokenizer, expected one, for text")
-        self._engine = engine
+        self._engine, self._pooling = engine, pooling
 
     @property
     def is_ready(self) -> bool:
         """Whether a request would be answered."""
         return self._engine is not None and not self.is_closing
 
-    @property
-    def engine(self) -> InferenceEngine:
-        """The engine.
+    def check_ready(self) -> InferenceEngine | EncoderEngine:
+        """Return the engine, whichever it is.
 
         Raises:
             ApiError: there is none yet, or no longer.
@@ -69,9 +76,54 @@ class Service:
         return self._engine
 
     @property
+    def engine(self) -> InferenceEngine:
+        """The engine, if it writes text.
+
+        Raises:
+            ApiError: it does not; as `check_ready`.
+        """
+        engine = self.check_ready()
+        if not isinstance(engine, InferenceEngine):
+            raise _other("writes no text, expected a request of /v1/embeddings")
+        return engine
+
+    @property
+    def encoder(self) -> EncoderEngine:
+        """The engine, if it is an encoder.
+
+        Raises:
+            ApiError: it is not; as `check_ready`.
+        """
+        engine = self.check_ready()
+        if not isinstance(engine, EncoderEngine):
+            raise _other("is no encoder, expected a request of completions")
+        return engine
+
+    async def encoded(
+        self,
+        work: Callable[[EncoderEngine, Any, Sequence[list[int]]], _T],
+        texts: Sequence[list[int]],
+    ) -> _T:
+        """Return what work makes of the tokens of texts, by the encoder in another thread.
+
+        Raises:
+            ApiError: there are too many others.
+        """
+        engine = self.encoder
+        self._check_others(self._encoded, len(texts), self.limits.waiting)
+        self._encoded += len(texts)
+        try:
+            async with self._encoding:
+                return await asyncio.to_thread(work, engine, self._pooling, texts)
+        finally:
+            self._encoded -= len(texts)
+
+    @property
     def load(self) -> tuple[int, int]:
         """How many completions have a slot, and how many wait for one."""
-        return (0, 0) if self._engine is None else self._engine.load
+        if isinstance(self._engine, InferenceEngine):
+            return self._engine.load
+        return min(self._encoded, 1), max(self._encoded - 1, 0)
 
     @property
     def card(self) -> dict[str, Any]:
@@ -82,7 +134,7 @@ class Service:
     @property
     def tokenizer(self) -> Any:
         """The tokenizer of the engine."""
-        return self.engine.tokenizer
+        return self.check_ready().tokenizer
 
     def check_key(self, request: Request) -> None:
         """Refuse a request without the key."""
@@ -131,19 +183,23 @@ class Service:
                 "n" if fields.n > 1 else param,
             )
         others = sum(each.count for each in self.running)
-        if others and others + count > engine.max_batch + limits.waiting:
-            raise ApiError(
-                429,
-                f"{others} completions are under way, expected fewer to come back to",
-                code="too_many_requests",
-                headers={"retry-after": "1"},
-            )
+        self._check_others(others, count, engine.max_batch + limits.waiting)
         try:
             stream = engine.stream(prompts, options)
         except (TypeError, ValueError) as error:
             raise as_api_error(error, param) from None
         self.metrics.tokens["prompt"] += sum(map(len, prompts))
         return Running(self, stream, count)
+
+    @staticmethod
+    def _check_others(others: int, count: int, most: int) -> None:
+        if others and others + count > most:
+            raise ApiError(
+                429,
+                f"{others} completions are under way, expected fewer to come back to",
+                code="too_many_requests",
+                headers={"retry-after": "1"},
+            )
 
     def give_up(self) -> None:
         """End all that is under way; who waits for it gets an error."""
@@ -215,6 +271,10 @@ class Running:
             self.stream.close()
             self._service.running.discard(self)
             self._service.metrics.ends[how] += 1
+
+
+def _other(what: str) -> ApiError:
+    return ApiError(404, f"the model {what}", code="unknown_url")
 
 
 async def while_connected(request: Request, work: Awaitable[_T]) -> _T:

@@ -33,6 +33,11 @@ class Limits:
     offset: int
     padding: int | None
 
+    @property
+    def places(self) -> int | None:
+        """How many tokens a text may have; None for any number."""
+        return None if self.positions is None else self.positions - self.offset
+
 
 @dataclass(frozen=True)
 class Part:
