@@ -35,7 +35,12 @@ def defined_in(tree: ast.AST) -> Iterator[str]:
     """Yield what a file gives names to: functions, classes, variables, attributes of self."""
     for node in ast.walk(tree):
         match node:
-            case ast.FunctionDef(name=name) | ast.ClassDef(name=name) | ast.arg(arg=name):
+            case (
+                ast.FunctionDef(name=name)
+                | ast.AsyncFunctionDef(name=name)
+                | ast.ClassDef(name=name)
+                | ast.arg(arg=name)
+            ):
                 yield name
             case ast.Name(id=name, ctx=ast.Store()):
                 yield name

@@ -162,7 +162,7 @@ def _runs_of_nibbles(codes: Tensor, count: int) -> Tensor:
     """
     if codes.storage_offset() % 4:
         codes = codes.clone()
-    words = codes.view(torch.int32).view(-1, count, 4)
+    words = codes.reshape(-1).view(torch.int32).view(codes.shape[0], count, 4)
     halves = words & 0x0F0F0F0F, words >> 4 & 0x0F0F0F0F
     pairs = [half[..., p] | half[..., p + 1] << 4 for half in halves for p in (0, 2)]
     made = []
