@@ -3,8 +3,8 @@
 import errno
 import os
 import weakref
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,7 @@ from deepspeed_ext.offload.tiers.contents import (
     restore_weights,
 )
 from deepspeed_ext.offload.tiers.disk_state import DiskState
+from deepspeed_ext.offload.tiers.prompt_switches import prompt_switches
 from deepspeed_ext.offload.tiers.records import Records
 from deepspeed_ext.offload.tiers.ring import Ring
 from deepspeed_ext.offload.tiers.room import RingRoom
@@ -155,9 +156,14 @@ def commit(
         disk.commit(pipeline, groups, model, extra)
 
 
-def turn(disk: Disk | None) -> AbstractContextManager[object]:
-    """Let one thread at a time step or commit."""
-    return nullcontext() if disk is None else disk.ring.turn()
+@contextmanager
+def turn(disk: Disk | None) -> Iterator[None]:
+    """Let one thread at a time step or commit; one that steps gets the interpreter soon."""
+    if disk is None:
+        yield
+        return
+    with disk.ring.turn(), prompt_switches():
+        yield
 
 
 def restore_options(disk: Disk | None, groups: list[dict[str, Any]]) -> None:

@@ -8,6 +8,7 @@ from disks import on_disk
 from test_offload_faults import in_child
 
 from deepspeed_ext.offload.bucket import HostBucket
+from deepspeed_ext.offload.pipeline import Pipeline
 from deepspeed_ext.offload.tiers.prompt_switches import prompt_switches
 
 
@@ -40,6 +41,19 @@ def test_it_is_short_during_a_step(monkeypatch, tmp_path, before):
     stepped(pair)
     assert seen and max(seen) < 1e-4
     assert sys.getswitchinterval() == before
+
+
+def test_it_is_short_for_the_caller_of_a_step_too(monkeypatch, tmp_path, before):
+    pair, seen = on_disk(tmp_path), []
+    original = Pipeline._decide
+
+    def decide(*args):
+        seen.append(sys.getswitchinterval())
+        return original(*args)
+
+    monkeypatch.setattr(Pipeline, "_decide", decide)
+    stepped(pair)
+    assert seen and max(seen) < 1e-4
 
 
 def test_it_is_put_back_after_a_step_that_fails(monkeypatch, tmp_path, before):

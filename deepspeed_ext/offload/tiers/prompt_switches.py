@@ -16,28 +16,30 @@ class _Switches:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._askers = 0
+        self._askers = set[object]()
         self._before = self._ours = 0.0
 
-    def ask(self) -> None:
+    def ask(self, who: object) -> None:
         with self._lock:
-            self._askers += 1
-            if self._askers == 1:
+            self._askers.add(who)
+            if len(self._askers) == 1:
                 self._before = sys.getswitchinterval()
                 sys.setswitchinterval(min(self._before, _INTERVAL))
                 self._ours = sys.getswitchinterval()
 
-    def end(self) -> None:
+    def end(self, who: object) -> None:
+        """Take back what was asked, if it was: Ctrl-C may have come before."""
         with self._lock:
-            self._askers -= 1
-            if not self._askers:
-                self._restore()
+            if who in self._askers:
+                self._askers.discard(who)
+                if not self._askers:
+                    self._restore()
 
     def forget(self) -> None:
         """Begin anew in a fork, which has none of the threads that ask."""
         if self._askers:
             self._restore()
-        self._lock, self._askers = threading.Lock(), 0
+        self._lock, self._askers = threading.Lock(), set()
 
     def _restore(self) -> None:
         if sys.getswitchinterval() == self._ours:  # nobody else has set it
@@ -55,8 +57,9 @@ def prompt_switches() -> Iterator[None]:
     That is a setting of the process, which is put back when the last one that asked is done, unless
     somebody else has set it meanwhile.
     """
-    _switches.ask()
+    who = object()
     try:
+        _switches.ask(who)
         yield
     finally:
-        _switches.end()
+        _switches.end(who)
