@@ -354,7 +354,7 @@ class Pipeline:
         for streams in self._streams.values():
             streams.recorder = recorder
         if self.ring is not None:
-            self.ring.records.recorder = recorder
+            self.ring.records.record(recorder)
 
     def finish(self) -> None:
         """Wait until the last step is over, and let the current streams wait for its weights.

@@ -68,7 +68,6 @@ def test_a_record_has_each_transfer_of_a_disk(device: str, durable: bool, tmp_pa
         before = optimizer.stats()
         with Timeline(optimizer) as timeline:
             take_steps(model, optimizer, timeline, 2)
-            optimizer._pipeline.finish_disk()
         spans, stats = timeline.spans(), optimizer.stats()
     named = {name: [s for s in spans if s.name == name] for name in {s.name for s in spans}}
     written, steps = named["state to disk"], named["requested steps"]

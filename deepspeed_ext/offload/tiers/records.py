@@ -42,14 +42,13 @@ class Records:
 
     Args:
         store: has the records; it is closed with this.
-
-    Attributes:
-        recorder: is told of transfers, if there is one.
     """
 
     def __init__(self, store: TensorStore) -> None:
         self.store = store
-        self.recorder: Recorder | None = None
+        self._recorder: Recorder | None = None
+        self._unnoted = 0  # transfers that it is to be told of when they are over
+        self._noted_all = threading.Condition()
         self._holders: Counter[str] = Counter()
         # Reentrant: the collector may drop state, which gives records back, in the middle of it.
         self._lock = threading.RLock()
@@ -99,10 +98,30 @@ class Records:
         return future if self._checking is None else self._checking.submit(future.result)
 
     def _noted(self, what: str, transfer: Transfer) -> Transfer:
-        if (recorder := self.recorder) is not None:
+        if (recorder := self._recorder) is not None:
             note = partial(recorder.note, what, perf_counter())
-            transfer.add_done_callback(lambda _: note(perf_counter()))
+            with self._noted_all:
+                self._unnoted += 1
+            transfer.add_done_callback(lambda _: self._note(note))
         return transfer
+
+    def _note(self, note: Callable[[float], None]) -> None:
+        try:
+            note(perf_counter())
+        finally:
+            with self._noted_all:
+                self._unnoted -= 1
+                self._noted_all.notify_all()
+
+    def record(self, recorder: Recorder | None) -> None:
+        """Tell a recorder of transfers that begin from now on; None waits for those, and ends it.
+
+        It is told by a thread of the engine, which may come after whoever has awaited a transfer.
+        """
+        self._recorder = recorder
+        if recorder is None and not self.store.closed:  # as it is in a fork, too
+            with self._noted_all:
+                self._noted_all.wait_for(lambda: self._unnoted == 0)
 
     def verify(self, names: Sequence[str]) -> None:
         """Read records of a durable store, one ahead of the other, and compare their checksums.
@@ -160,6 +179,8 @@ class _Put:
         def when_begun(begun: "Begun[Future]") -> None:
             if begun.exception() is None:
                 begun.result().add_done_callback(fn)
+            else:
+                fn(self)
 
         self._begun.add_done_callback(when_begun)
 

@@ -10,6 +10,7 @@ import their_tokenizer
 import tiny
 import tiny_folder
 from chat_forms import FORMS
+from transformers.utils import chat_template_utils
 
 from deepspeed_ext.inference.initialize import init_inference
 from deepspeed_ext.inference.requests.chat import ChatTemplates, templates_of, texts_of
@@ -39,6 +40,9 @@ def text_of(template: str, conversation: Any, **options: Any) -> str:
     return texts_of([conversation], templates, None, arguments, **asked)[0]
 
 
+THEIRS_KNOWS_THINKING = hasattr(chat_template_utils, "_alias_reasoning_fields")
+
+
 @pytest.mark.parametrize("conversation", CONVERSATIONS)
 @pytest.mark.parametrize("form", FORMS)
 def test_text_is_that_of_transformers(form: str, conversation: str) -> None:
@@ -63,6 +67,8 @@ def test_text_is_that_of_transformers(form: str, conversation: str) -> None:
             with pytest.raises((ValueError, TypeError), match=r"^chat: "):
                 text_of(FORMS[form], messages, **options)
             continue
+        if (form, conversation) == ("thinking", "thinking") and not THEIRS_KNOWS_THINKING:
+            pytest.skip("this transformers knows one name for reasoning")
         assert text_of(FORMS[form], messages, **options) == expected
     assert json.dumps(messages) == before
 

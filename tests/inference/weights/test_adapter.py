@@ -50,7 +50,8 @@ def merged_by_peft(folder: Path, adapter: Path, dtype: torch.dtype) -> Any:
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
-    return peft.PeftModel.from_pretrained(model, adapter).merge_and_unload()
+    merged = peft.PeftModel.from_pretrained(model, adapter).merge_and_unload()
+    return merged.to("cuda" if torch.cuda.is_available() else "cpu")  # as an engine of a folder
 
 
 def weights_of(engine: Any) -> list[torch.Tensor]:
