@@ -13,6 +13,7 @@ from deepspeed_ext.io import PinnedPool
 from deepspeed_ext.ops.optimizers.fingerprint import fingerprints
 
 Event = torch.cuda.Event
+Events = dict[torch.device, Event | None]  # by the device that has it
 # What a timeline calls copies, transfers of a disk, and steps on the host.
 OUT, BACK = "gradients out", "weights in"
 FROM_DISK, TO_DISK = "state from disk", "state to disk"

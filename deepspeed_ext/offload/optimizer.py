@@ -363,9 +363,9 @@ class OffloadOptimizer(torch.optim.Optimizer):
     @state.setter
     def state(self, state: MutableMapping[Tensor, Any]) -> None:
         if "_pipeline" in self.__dict__:  # else torch begins with none
-            own = State(self._pipeline)
+            own, given = State(self._pipeline), dict(state)  # it may be its own
             own.clear()
-            own.update(state)
+            own.update(given)
 
     def add_param_group(self, param_group: Group) -> None:
         """Add parameters with options of their own; options that are not given have the default.

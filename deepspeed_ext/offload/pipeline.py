@@ -14,7 +14,7 @@ from torch import Tensor
 from deepspeed_ext.dtensors import local
 from deepspeed_ext.offload.bucket_states import BucketState, OffloadedBucket
 from deepspeed_ext.offload.changes import follow_groups, follow_params, rows_of
-from deepspeed_ext.offload.copies import CopyStreams, Event, Recorder, await_copy
+from deepspeed_ext.offload.copies import CopyStreams, Events, Recorder, await_copy
 from deepspeed_ext.offload.gradient_sources import (
     DeviceGradients,
     GradientSource,
@@ -76,7 +76,7 @@ class Pipeline:
         self._lock = threading.RLock()  # autograd has threads of its own
         self._divisor = 1.0  # which the next step will divide by, if it is like the last one
         self._bites = False  # clipping did, in the last step
-        self._broken_off: BaseException | None = None  # what a step was, in the middle of a bucket
+        self._broken_off: BaseException | None = None  # what a step was, of which not all is queued
         self.counts: Counter[str] = Counter()
 
     def _locked(self) -> AbstractContextManager[object]:
@@ -246,16 +246,24 @@ class Pipeline:
             bucket.note_written(differs)
         return decision
 
-    def _queue(self, divisor: float, after: dict[torch.device, Event | None]) -> None:
+    def _queue(self, divisor: float, after: Events) -> None:
         """Queue the step of all that has gradients."""
+        left, has_begun = list(self._buckets), bool(self._kept_on_device)
         try:
             for group, kept in self._kept_on_device:
                 options = self.host_optimizer.param_groups[group]
                 self.host_optimizer.step_whole(options, kept, scaling_of(divisor))
-            for bucket in self._buckets:  # by place
-                self._take_rest(bucket)
-                if bucket.has_taken:
-                    self._commit(bucket, divisor, after[bucket.streams.device])
+            while left:  # by place
+                self._take_rest(left[0])
+                has_begun = has_begun or left[0].has_taken
+                waits = not left[0].has_taken or self._commit(left[0], divisor, after)
+                bucket = left.pop(0)
+                if not waits:
+                    self.wait_for([bucket])
+        except BaseException as error:
+            if has_begun and left and not isinstance(error, Exception):
+                self._broken_off = error  # Ctrl-C: some are queued, others are not
+            raise
         finally:  # what was queued before an error, too, reads gradients
             for streams in self._streams.values():
                 streams.hold_back()  # whoever writes to them from now on
@@ -267,8 +275,7 @@ class Pipeline:
 
         Ctrl-C is raised after that; if it comes again, the step is broken off.
         """
-        on_disk = [bucket for bucket in self._buckets if isinstance(bucket, NvmeBucket)]
-        tasks = [bucket.task for bucket in on_disk if bucket.task is not None]
+        tasks = [b.task for b in self._buckets if isinstance(b, NvmeBucket) and b.task is not None]
         try:
             self.worker.wait(tasks)
         except BaseException:
@@ -301,18 +308,11 @@ class Pipeline:
         bucket.take()
         self.counts["late"] += 1
 
-    def _commit(self, bucket: OffloadedBucket, divisor: float, after: Event | None) -> None:
-        """Queue the step of a bucket, and wait for it if users of its weights cannot."""
+    def _commit(self, bucket: OffloadedBucket, divisor: float, after: Events) -> bool:
+        """Queue the step of a bucket; return whether users of its weights can wait for it."""
         options = self._options(bucket) or options_of(self.groups[bucket.group])
-        try:
-            waits = bucket.commit(options, divisor, after, partial(self.wait_for, (bucket,)))
-        except Exception:
-            raise
-        except BaseException as error:  # Ctrl-C: nobody knows what is queued and what is not
-            self._broken_off = error
-            raise
-        if not waits:
-            self.wait_for([bucket])
+        moment = after[bucket.streams.device]
+        return bucket.commit(options, divisor, moment, partial(self.wait_for, (bucket,)))
 
     # Afterwards
 

@@ -6,6 +6,7 @@ import gc
 import itertools
 import os
 
+import numpy
 import pytest
 import torch
 from offload_cases import FORMATS, Pair
@@ -263,6 +264,11 @@ WRONG = [
     ({"device": "nvme", "nvme_path": ".", "nvme_fraction": 2}, "nvme_fraction is 2, expected 0"),
     ({"device": "nvme", "nvme_path": ".", "memory_budget": 1000}, "expected at least 786436 for"),
     ({"memory_budget": "2 apples"}, "memory_budget is '2 apples', expected bytes, as"),
+    ({"memory_budget": float("nan")}, "memory_budget is nan, expected bytes, as"),
+    ({"memory_budget": "1e400GiB"}, "memory_budget is '1e400GiB', expected bytes, as"),
+    ({"memory_budget": 10**30}, "memory_budget is 10+, expected bytes, as"),
+    ({"memory_budget": True}, "memory_budget is True, expected bytes, as"),
+    ({"memory_budget": [1]}, r"memory_budget is \[1\], expected bytes, as"),
 ]
 
 
@@ -270,6 +276,13 @@ WRONG = [
 def test_wrong_options(options, text):
     with pytest.raises(ValueError, match=text):
         OffloadOptimizer([Parameter(torch.ones(3))], **options)
+
+
+@pytest.mark.parametrize("budget", [6.4e7, numpy.int64(64_000_000), numpy.float32(6.4e7)], ids=type)
+def test_a_budget_is_any_number(budget, tmp_path):
+    """As a share of the memory that is free is."""
+    params = [Parameter(torch.ones(3))]
+    OffloadOptimizer(params, device="nvme", nvme_path=tmp_path, memory_budget=budget).close()
 
 
 def test_a_folder_that_is_not_there_and_a_full_disk(on_disk, tmp_path, monkeypatch):

@@ -179,6 +179,26 @@ def _points(code):
         before = instruction
 
 
+def test_a_step_of_which_only_a_part_is_queued_is_no_step(tmp_path, monkeypatch):
+    """Ctrl-C between two buckets: the optimizer refuses, rather than go on with half of a step."""
+    params = [*few(), *few(dtype=BF16)]  # a bucket is of one dtype
+    pair = warm(tmp_path, params=params)
+    buckets = pair.ours._pipeline._buckets
+    assert len(buckets) > 1
+
+    def interrupt():
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(buckets[-1], "fetch", interrupt)
+    pair.backward()
+    with pytest.raises(KeyboardInterrupt):
+        pair.ours.step()
+    monkeypatch.undo()
+    for call in (pair.ours.synchronize, pair.ours.step, pair.ours.state_dict):
+        with pytest.raises(RuntimeError, match="a step was broken off by KeyboardInterrupt"):
+            call()
+
+
 def entries(optimizer, params):
     """Return weights and state of each parameter, as they are now."""
     return [[p, *map(torch.as_tensor, optimizer.state[p].values())] for p in params]

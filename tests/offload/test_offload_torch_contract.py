@@ -376,3 +376,15 @@ def test_a_subclass_keeps_its_class():
 def test_it_is_the_default_class():
     param = Parameter(torch.ones(2))
     assert isinstance(OffloadOptimizer([param])._host_optimizer, DeepSpeedCPUAdam)
+
+
+def test_state_is_given_itself():
+    """As who wraps `state` in something and puts it back does: nothing is lost."""
+    param = Parameter(torch.ones(3))
+    optimizer = OffloadOptimizer([param], lr=0.1)
+    param.grad = torch.ones(3)
+    optimizer.step()
+    before = dict(copy.deepcopy(optimizer.state[param]))
+    optimizer.state = optimizer.state
+    assert dict(optimizer.state[param]).keys() == before.keys()
+    assert_same_bits(list(optimizer.state[param].values()), list(before.values()))

@@ -1,7 +1,9 @@
 """Which parameters' state rests on disk, and how much memory the ring by which it comes takes."""
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from numbers import Real
 
 import torch
 from torch import Tensor
@@ -15,10 +17,11 @@ from deepspeed_ext.ops.optimizers.state_formats import BLOCK
 LEAST_SLAB, LARGEST_SLAB = 256 << 10, 64 << 20  # bytes of a piece
 LEAST_SLABS, MOST_SLABS = 3, 16  # one is read, one stepped, one written
 _UNITS = {"KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40, "B": 1}
+_MOST_BYTES = 1 << 62  # a number; what is as large, inf or NaN is a slip
 Dtypes = dict[str, torch.dtype]
 
 
-def bytes_in(name: str, text: int | str | None) -> int | None:
+def bytes_in(name: str, text: float | str | None) -> int | None:
     """Return a number of bytes, which may be given as text such as "2GiB".
 
     Args:
@@ -28,15 +31,18 @@ def bytes_in(name: str, text: int | str | None) -> int | None:
     Raises:
         ValueError: it is neither.
     """
-    if text is None or isinstance(text, int):
-        return text
-    for unit, factor in _UNITS.items():
-        number = text.removesuffix(unit).strip()
-        if number != text.strip():
-            try:
-                return int(float(number) * factor)
-            except ValueError:
-                break
+    if text is None:
+        return None
+    number = text
+    for unit, factor in _UNITS.items() if isinstance(text, str) else ():
+        digits = text.removesuffix(unit).strip()
+        if digits != text.strip():
+            with suppress(ValueError):
+                number = float(digits) * factor
+            break
+    is_number = isinstance(number, Real) and not isinstance(number, bool)
+    if is_number and abs(number) < _MOST_BYTES:
+        return int(number)
     raise ValueError(f"{name} is {text!r}, expected bytes, as 2147483648 or '2GiB'")
 
 
