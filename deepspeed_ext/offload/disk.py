@@ -6,6 +6,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
+from numbers import Real
 from pathlib import Path
 from typing import Any
 
@@ -70,6 +71,8 @@ class Disk:
         if durable:
             folder /= f"process-{Processes.now().rank}"
         try:
+            if durable:
+                folder.parent.mkdir(exist_ok=True)
             store = TensorStore(folder, durable)
         except (FileNotFoundError, NotADirectoryError, PermissionError) as error:
             why = f"{title}: nvme_path is {path}, expected a folder to write in: {error.strerror}"
@@ -216,8 +219,12 @@ def check_nvme(
     for given, value in of_disks.items():
         if device == "cpu" and value is not None:
             raise ValueError(f"{name}: {given} is given, expected device='nvme' with it")
-    if fraction is not None and not 0 <= fraction <= 1:
-        raise ValueError(f"{name}: nvme_fraction is {fraction}, expected 0 to 1")
+    if fraction is not None and not (isinstance(fraction, Real) and 0 <= fraction <= 1):
+        raise ValueError(f"{name}: nvme_fraction is {fraction!r}, expected 0 to 1")
+    if path is not None and (
+        not isinstance(path, str | bytes | os.PathLike) or not os.fspath(path)
+    ):
+        raise ValueError(f"{name}: nvme_path is {path!r}, expected a folder")
     if resume and not durable:
         raise ValueError(f"{name}: resume is True, expected durable=True with it")
 

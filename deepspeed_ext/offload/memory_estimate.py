@@ -331,7 +331,12 @@ class _Plan:
             if left < min(staged, bucket) or most < 0:
                 left = most = -1
                 self.table.put_on_disk([self._made[param]])
-        return room
+        on_disk = sum(
+            resident_bytes(param, dtypes) + gradient_bytes(param, is_summed=True)
+            for param, dtypes in rows
+            if self.is_on_disk(param)
+        )
+        return room.for_no_more_than(on_disk)
 
     def copies(self, param: Tensor) -> bool:
         """Return whether a parameter has a copy in host memory."""

@@ -163,6 +163,8 @@ class OffloadOptimizer(torch.optim.Optimizer):
             **kwargs,
         }
         check_nvme(name, device, nvme_path, nvme_fraction, durable, resume)
+        if nvme_path is not None:
+            nvme_path = os.path.abspath(nvme_path)  # a copy may come after a chdir
         # Those of a copy, which cannot have the same folder.
         scratch = {"threads": threads, "nvme_path": nvme_path, "durable": False}
         self._settings = {**planned, **scratch}

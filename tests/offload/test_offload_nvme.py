@@ -261,7 +261,10 @@ WRONG = [
     ({"device": "nvme"}, "nvme_path is None, expected a folder"),
     ({"nvme_path": "."}, "nvme_path is given, expected device='nvme'"),
     ({"nvme_fraction": 0.5}, "nvme_fraction is given, expected device='nvme'"),
+    ({"device": "nvme", "nvme_path": ""}, "nvme_path is '', expected a folder"),
+    ({"device": "nvme", "nvme_path": 5}, "nvme_path is 5, expected a folder"),
     ({"device": "nvme", "nvme_path": ".", "nvme_fraction": 2}, "nvme_fraction is 2, expected 0"),
+    ({"device": "nvme", "nvme_path": ".", "nvme_fraction": "1"}, "nvme_fraction is '1', expected"),
     ({"device": "nvme", "nvme_path": ".", "memory_budget": 1000}, "expected at least 786436 for"),
     ({"memory_budget": "2 apples"}, "memory_budget is '2 apples', expected bytes, as"),
     ({"memory_budget": float("nan")}, "memory_budget is nan, expected bytes, as"),
@@ -312,3 +315,18 @@ def test_what_the_budget_holds_stays_in_memory(tmp_path):
         param.grad = torch.ones_like(param)
     ours.step()
     assert ours.stats()["bytes_written"] == planned.disk_bytes
+
+
+def test_a_ring_is_no_larger_than_what_it_is_for(tmp_path):
+    params = [Parameter(torch.ones(3))]
+    with OffloadOptimizer(params, device="nvme", nvme_path=tmp_path, nvme_fraction=1.0) as ours:
+        assert ours._pipeline.ring._count == 3
+
+
+def test_a_copy_finds_the_folder_after_a_chdir(tmp_path, monkeypatch):
+    (tmp_path / "disk").mkdir()
+    monkeypatch.chdir(tmp_path)
+    params = [Parameter(torch.ones(3))]
+    with OffloadOptimizer(params, device="nvme", nvme_path="disk", nvme_fraction=1.0) as ours:
+        monkeypatch.chdir("/")
+        copy.deepcopy(ours).close()

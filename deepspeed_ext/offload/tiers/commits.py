@@ -5,7 +5,7 @@ import errno
 import io
 import pickle
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -276,9 +276,10 @@ def _number(name: str) -> int:
 
 def _culprit(value: object) -> str:
     """Return the name of the first class in a value that is none of those that are kept."""
+    items: Iterable[object] = ()
     if isinstance(value, Mapping):
-        value = [*value.keys(), *value.values()]
-    if isinstance(value, (list, tuple, set)):
-        names = [_culprit(item) for item in value]
-        return next((name for name in names if name not in _KEPT), type(value).__name__)
-    return type(value).__name__
+        items = [*value.keys(), *value.values()]
+    elif isinstance(value, (list, tuple, set)):
+        items = value
+    names = map(_culprit, items)
+    return next((name for name in names if name not in _KEPT), type(value).__name__)

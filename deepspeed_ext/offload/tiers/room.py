@@ -1,8 +1,9 @@
 """Which parameters' state rests on disk, and how much memory the ring by which it comes takes."""
 
+import math
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from numbers import Real
 
 import torch
@@ -33,17 +34,22 @@ def bytes_in(name: str, text: float | str | None) -> int | None:
     """
     if text is None:
         return None
-    number = text
-    for unit, factor in _UNITS.items() if isinstance(text, str) else ():
-        digits = text.removesuffix(unit).strip()
-        if digits != text.strip():
-            with suppress(ValueError):
-                number = float(digits) * factor
-            break
+    number = _in_units(text) if isinstance(text, str) else text
     is_number = isinstance(number, Real) and not isinstance(number, bool)
     if is_number and abs(number) < _MOST_BYTES:
         return int(number)
     raise ValueError(f"{name} is {text!r}, expected bytes, as 2147483648 or '2GiB'")
+
+
+def _in_units(text: str) -> float:
+    """Return the number of bytes that a text such as "2GiB" says, or NaN."""
+    for unit, factor in _UNITS.items():
+        digits = text.removesuffix(unit).strip()
+        if digits != text.strip():
+            with suppress(ValueError):
+                return float(digits) * factor
+            break
+    return math.nan
 
 
 @dataclass(frozen=True)
@@ -62,6 +68,11 @@ class RingRoom:
     def nbytes(self) -> int:
         """All bytes of it."""
         return self.slab_bytes * self.slabs
+
+    def for_no_more_than(self, nbytes: int) -> "RingRoom":
+        """Return as many slabs of it as so many bytes can fill, but enough for any step."""
+        filled = -(-nbytes // self.slab_bytes)
+        return replace(self, slabs=min(self.slabs, max(LEAST_SLABS, filled)))
 
 
 def ring_room(
