@@ -2,6 +2,7 @@
 
 import secrets
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from deepspeed_ext.inference.model.checkpoint_folder import ModelFolder
@@ -74,9 +75,16 @@ def templates_of(tokenizer: Any, others: ChatTemplates) -> ChatTemplates:
 def _of_files(folder: ModelFolder) -> dict[str, str]:
     """Return the templates that have files of their own, which count before what JSON has."""
     path = folder.path / "chat_template.jinja"
-    found = {"default": path.read_text(encoding="utf-8")} if path.is_file() else {}
+    found = {"default": _text_of(path)} if path.is_file() else {}
     others = sorted((folder.path / "additional_chat_templates").glob("*.jinja"))
-    return found | {each.stem: each.read_text(encoding="utf-8") for each in others}
+    return found | {each.stem: _text_of(each) for each in others}
+
+
+def _text_of(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"init_inference: {path} is no text of UTF-8: {error}") from None
 
 
 def _named(given: Any) -> dict[str, str]:

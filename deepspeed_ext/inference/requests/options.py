@@ -72,6 +72,10 @@ _REFUSED: Mapping[str, _Unless] = {
     "ignore_eos": _Unless((False,), "stop_tokens=()"),
     "min_tokens": _Unless((0,), _TOKENS),
     "best_of": _Unless((1,), _BEAMS),
+    "chat_template_kwargs": _Unless(({},), "template_arguments of chat"),
+    **dict.fromkeys(("tools", "documents"), _Unless(([],), "template_arguments of chat")),
+    "use_tqdm": _Unless((False,), "progress"),
+    "lora_request": _Unless((), "adapter of init_inference"),
     "sampling_params": _Unless((), "SamplingOptions of deepspeed_ext.inference"),
 }
 # These change no token: how it is computed, or what only beams and encoders read.

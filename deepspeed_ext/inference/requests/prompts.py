@@ -58,7 +58,8 @@ def given_of(prompts: Any, mask: Any, named: Mapping[str, Any]) -> Given:
     sources |= {name: others.pop(name, None) for name in ("input_ids", "inputs")}
     found = [name for name, value in sources.items() if value is not None]
     if len(found) != 1:
-        has = " and ".join(found) if found else "nothing"
+        embeds = "inputs_embeds" if others.get("inputs_embeds") is not None else "nothing"
+        has = " and ".join(found) if found else embeds
         raise TypeError(
             f"generate: {has} {'are' if found else 'is'} given, expected prompts or input_ids"
         )
@@ -93,6 +94,17 @@ def _check_types(types: Any) -> None:
         raise ValueError("generate: token_type_ids has others than 0, expected None or zeros")
 
 
+def _check_no_dict(prompts: Any) -> None:
+    """Tell what stands for a prompt that vLLM takes as a dict."""
+    some = prompts if isinstance(prompts, list | tuple) else [prompts]
+    for each in some:
+        for name in ("prompt_token_ids", "prompt"):
+            if isinstance(each, Mapping) and name in each:
+                raise TypeError(
+                    f"generate: prompts has a dict with {name!r}, expected what it has there"
+                )
+
+
 @dataclass(frozen=True)
 class PromptReader:
     """Makes tokens of prompts, or says what is wrong with them.
@@ -114,6 +126,7 @@ class PromptReader:
 
     def read(self, prompts: Prompts, mask: Mask | None = None) -> ReadPrompts:
         """Return the tokens of each prompt; see `InferenceEngine.generate`."""
+        _check_no_dict(prompts)
         given = _plain("prompts", prompts)
         if not isinstance(given, Iterable) or isinstance(given, _NO_NUMBERS):
             raise TypeError(

@@ -102,6 +102,7 @@ class Adapter:
                         f" {list(tensors[name].shape)}"
                     )
             self._parts[name] = part
+        _check_none_missing(folder, config, tensors, self._parts)
 
     def merged(self, tensors: Mapping[str, Tensor], dtype: torch.dtype) -> Mapping[str, Tensor]:
         """Return tensors with the adapter in them, each made when it is asked for.
@@ -158,6 +159,43 @@ def _check(folder: Path, config: Any) -> None:
             raise ValueError(
                 f"{_OP}: adapter {folder} has {name} {value!r:.60}, expected none; {_MERGE}"
             )
+
+
+def _check_none_missing(
+    folder: Path, config: Mapping[str, Any], tensors: Mapping[str, Any], parts: Mapping[str, Any]
+) -> None:
+    """Refuse an adapter that has lost parts: peft saves one of each layer that is named."""
+    for weight in sorted(set(tensors) - set(parts)):
+        module = weight.removesuffix(".weight")
+        if module != weight and _is_target(config, module):
+            raise ValueError(
+                f"{_OP}: adapter {folder} has nothing for {module}, expected lora_A and lora_B, as"
+                f" target_modules of {_CONFIG} names it; layers_to_transform says which layers"
+                " count if not all do"
+            )
+
+
+def _is_target(config: Mapping[str, Any], module: str) -> bool:
+    """Return whether peft puts an adapter on a layer of this name."""
+    layers, index = config.get("layers_to_transform"), re.search(r"\.(\d+)\.", f".{module}.")
+    if layers is not None:
+        some = layers if isinstance(layers, list) else [layers]
+        if index is None or int(index[1]) not in some:
+            return False
+    return _matches(config.get("target_modules"), module) and not _matches(
+        config.get("exclude_modules"), module
+    )
+
+
+def _matches(names: Any, module: str) -> bool:
+    """Return whether names have a layer: ends of names, or a pattern of whole names."""
+    if isinstance(names, str):
+        try:
+            return re.fullmatch(names, module) is not None
+        except re.error:
+            return False
+    some = names if isinstance(names, list) else ()
+    return any(f".{module}".endswith(f".{name}") for name in some)
 
 
 def _name_of(module: str, tensors: Mapping[str, Any], policy: Policy) -> str:

@@ -153,6 +153,11 @@ def test_which_template_counts(tmp_path: Path) -> None:
     assert text(engine) == "jinja<s>|</s>" and text(engine, chat_template="own") == "own"
     engine.tokenizer = their_tokenizer.tokenizer(chat_template="theirs{{ pad_token }}")
     assert text(engine) == "theirs<pad>"
+    (folder / "chat_template.jinja").write_bytes(b"\xff{{ x }}")
+    with pytest.raises(
+        ValueError, match=r"^init_inference: .*chat_template.jinja is no text of UTF"
+    ):
+        init_inference(folder)
 
 
 @pytest.mark.parametrize(

@@ -98,6 +98,14 @@ def test_a_config_and_options_may_be_one_by_one() -> None:
         ),
         (dict(max_tokens=5), ValueError, "max_tokens is 5, expected max_new_tokens"),
         (
+            dict(chat_template_kwargs={"a": 1}),
+            ValueError,
+            "chat_template_kwargs is {'a': 1}, expect",
+        ),
+        (dict(tools=[{}]), ValueError, "tools is [{}], expected template_arguments of chat"),
+        (dict(use_tqdm=True), ValueError, "use_tqdm is True, expected progress"),
+        (dict(lora_request=5), ValueError, "lora_request is 5, expected adapter of init_inference"),
+        (
             dict(max_length=3),
             ValueError,
             "max_length is 3 and prompt 0 has 3 tokens, expected more",

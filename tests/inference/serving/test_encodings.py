@@ -58,6 +58,13 @@ def test_a_template_of_transformers_gives_a_prompt() -> None:
     ("given", "kind", "text"),
     [
         ({}, TypeError, "nothing is given, expected prompts or input_ids"),
+        (dict(inputs_embeds=[[1.0]]), TypeError, "inputs_embeds is given, expected prompts or inp"),
+        (
+            dict(prompts={"prompt_token_ids": [1]}),
+            TypeError,
+            "prompts has a dict with 'prompt_token_ids', expected what it has there",
+        ),
+        (dict(prompts=["a", {"prompt": "a"}]), TypeError, "prompts has a dict with 'prompt', expe"),
         (dict(prompts=[1], input_ids=[1]), TypeError, "prompts and input_ids are given, expected"),
         (dict(input_ids=[[1, 2]], attention_mask=[[1]]), ValueError, "attention_mask has length 1"),
         (

@@ -175,6 +175,39 @@ def test_an_adapter_that_is_more_or_less_is_refused(
         init_inference(folder, adapter=written(tmp_path / "adapter", tensors, **config))
 
 
+@pytest.mark.parametrize(
+    ("options", "lost"),
+    [
+        ({}, "layers.1.mlp.down_proj"),
+        (dict(target_modules=r".*\.(q|k)_proj"), "layers.0.self_attn.k_proj"),
+        (
+            dict(target_modules=["q_proj", "up_proj"], layers_to_transform=[1]),
+            "layers.1.mlp.up_pro",
+        ),
+        (
+            dict(target_modules="all-linear", exclude_modules=["v_proj"]),
+            "layers.0.self_attn.o_proj",
+        ),
+    ],
+)
+def test_an_adapter_has_a_part_of_each_layer_that_it_names(
+    tmp_path: Path, options: Any, lost: str
+) -> None:
+    folder = tiny_folder.write(tmp_path / "model")
+    adapter = adapter_of(folder, tmp_path / "adapter", **options)
+    init_inference(folder, adapter=adapter)
+    file = adapter / "adapter_model.safetensors"
+    save({n: t for n, t in load(file).items() if lost not in n}, file, durable=False)
+    with pytest.raises(ValueError, match=rf"^init_inference: .* has nothing for .*{lost}.*, expec"):
+        init_inference(folder, adapter=adapter)
+
+
+@pytest.mark.parametrize("config", [dict(target_modules=5), dict(target_modules="(")])
+def test_names_of_layers_that_are_none_are_passed_over(tmp_path: Path, config: Any) -> None:
+    folder = tiny_folder.write(tmp_path / "model")
+    init_inference(folder, adapter=written(tmp_path / "adapter", **config))
+
+
 def test_an_adapter_is_a_folder_for_a_folder(tmp_path: Path) -> None:
     folder = tiny_folder.write(tmp_path / "model")
     with pytest.raises(TypeError, match=r"^init_inference: adapter is int, expected the path of a"):
