@@ -15,7 +15,6 @@ See: the package compressed-tensors, `compressors/pack_quantized`.
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -84,18 +83,11 @@ class PackSettings:
         layout = make_layout(what, format, (n, length), group, self.symmetric, None, has_order)
         return StoredWeight(
             layout,
-            partial(self._codes, words, length),
+            words,
             of_groups,
             None if zeros is None else of_groups * -zeros.float(),
             order,
         )
-
-    def _codes(self, words: Tensor, length: int, begin: int, end: int) -> Tensor:
-        """Return the codes of some rows, of 4 bits two in a byte."""
-        codes = words[begin:end].contiguous().view(torch.uint8)[:, : -(-length * self.bits // 8)]
-        if self.bits == 8 and self.symmetric:
-            return (codes ^ 128).view(torch.int8)
-        return codes
 
     def _zeros(self, what: str, given: Tensor | None, shape: tuple[int, int]) -> Tensor | None:
         """Return the code that stands for zero, of each group and row; None: the one of q = 0."""
