@@ -70,7 +70,6 @@ class PackSettings:
                 f"{what} has weight_scale as {scales.dtype} of shape {list(scales.shape)}, expected"
                 f" floats of shape {list(shape[::-1])} for groups of {group}"
             )
-        of_groups = scales.float().t()
         zeros = self._zeros(what, tensors.get("weight_zero_point"), shape)
         g_idx = tensors.get("weight_g_idx")
         if g_idx is not None and not g_idx.is_meta and bool((g_idx == -1).all()):
@@ -81,13 +80,7 @@ class PackSettings:
         has_order = order is not None
         format = f"int{self.bits}"
         layout = make_layout(what, format, (n, length), group, self.symmetric, None, has_order)
-        return StoredWeight(
-            layout,
-            words,
-            of_groups,
-            None if zeros is None else of_groups * -zeros.float(),
-            order,
-        )
+        return StoredWeight(layout, words, scales.t(), zeros, order)
 
     def _zeros(self, what: str, given: Tensor | None, shape: tuple[int, int]) -> Tensor | None:
         """Return the code that stands for zero, of each group and row; None: the one of q = 0."""

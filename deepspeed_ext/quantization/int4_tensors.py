@@ -177,9 +177,7 @@ def _stored(
     g_idx = None if is_awq else tensors.get("g_idx")
     order = order_of(what, "g_idx", g_idx, has, group, settings.act_order)
     layout = make_layout(what, "int4", (n, has), group, False, None, order is not None)
-    of_groups = scales.float()
-    offsets = of_groups * -zeros.float()  # 4 bits times 11 of a scale: exact
-    return StoredWeight(layout, qweight.t(), of_groups, offsets, order, across=is_awq)
+    return StoredWeight(layout, qweight.t(), scales, zeros, order, across=is_awq)
 
 
 def _zeros(what: str, qzeros: Tensor, shape: tuple[int, int], settings: Int4Settings) -> Tensor:
