@@ -92,7 +92,8 @@ class PackSettings:
         half = 1 << self.bits - 1
         packed = -(-n * self.bits // _WORD), groups
         if given.dtype == torch.int32 and given.shape == packed:
-            zeros = words_of(given.t(), self.bits)[:, :n]
+            zeros = given.new_empty(shape) if given.is_meta else words_of(given.t(), self.bits)
+            zeros = zeros[:, :n]
         elif given.dtype == torch.int8 and given.shape == (n, groups):
             zeros = given.t().int() + half
         else:

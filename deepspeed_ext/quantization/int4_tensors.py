@@ -190,6 +190,8 @@ def _zeros(what: str, qzeros: Tensor, shape: tuple[int, int], settings: Int4Sett
             f"{what} has qzeros as {qzeros.dtype} of shape {list(qzeros.shape)}, expected int32 of"
             f" shape {[groups, n // _PER_WORD]} for scales of shape {list(shape)}"
         )
+    if qzeros.is_meta:  # arithmetic takes torch longer there than with values
+        return qzeros.new_empty(shape, dtype=torch.uint8)
     if settings.method == "awq":
         return _awq_rows(qzeros)
     if not settings.symmetric:
@@ -197,12 +199,8 @@ def _zeros(what: str, qzeros: Tensor, shape: tuple[int, int], settings: Int4Sett
     zeros = words_of(qzeros)
     # Files are about that name the first version and are of the second. What is symmetric has one
     # zero only, so that it does not matter.
-    if (
-        zeros.numel()
-        and not zeros.is_meta
-        and not any(
-            bool((zeros == one).all()) for one in (_ZERO_OF_SYMMETRIC, _ZERO_OF_SYMMETRIC - 1)
-        )
+    if zeros.numel() and not any(
+        bool((zeros == one).all()) for one in (_ZERO_OF_SYMMETRIC, _ZERO_OF_SYMMETRIC - 1)
     ):
         raise ValueError(
             f"{what} has qzeros of {int(zeros.min())} to {int(zeros.max())}, expected all 7, or"
