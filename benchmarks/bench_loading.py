@@ -4,7 +4,9 @@ Makes a folder with the shapes of a real model and random weights, in files of 4
 loads it by turns: as an engine, in bfloat16 and quantized; by the package safetensors; by
 transformers. Each begins with no page of the files in memory. The ceilings are the disk, which is
 read into memory that is there already, and the link to a GPU, by which as many bytes are copied
-from pinned memory; an engine can be as fast as the slower of both.
+from pinned memory; an engine can be as fast as the slower of both. Files that stay in memory are
+read from there, with --cached. With --gptq the folder has weights of 4 bits in groups of 128, as
+GPTQ packs them.
 """
 
 import argparse
@@ -15,6 +17,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -28,9 +31,70 @@ from deepspeed_ext.io import AsyncIO, save
 _FILE_BYTES = 4 << 30
 _PIECE_BYTES = 32 << 20
 _DEPTH = 8
+_GROUP = 128  # of GPTQ
 
 
-def config_of(model: str) -> dict[str, object]:
+@dataclass(frozen=True)
+class Kind:
+    """How weights are stored.
+
+    Args:
+        gptq: whether as GPTQ packs them, and other tensors in float16; else in bfloat16.
+        act_order: whether the groups of columns are mixed.
+    """
+
+    gptq: bool = False
+    act_order: bool = False
+
+    def config(self) -> dict[str, object]:
+        """Return what config.json says of it."""
+        if not self.gptq:
+            return {"dtype": "bfloat16"}
+        packing = {"quant_method": "gptq", "bits": 4, "group_size": _GROUP, "sym": False}
+        return {"dtype": "float16", "quantization_config": packing | {"desc_act": self.act_order}}
+
+    def stored(self, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, torch.Size]:
+        """Return the shape of each tensor of a file, of weights with these."""
+        found = {}
+        for name, shape in shapes.items():
+            if not self.gptq or not name.endswith("_proj.weight"):
+                found[name] = torch.Size(shape)
+                continue
+            (n, length), layer = shape, name.removesuffix(".weight")
+            groups = -(-length // _GROUP)
+            found[f"{layer}.qweight"] = torch.Size((length // 8, n))
+            found[f"{layer}.qzeros"] = torch.Size((groups, n // 8))
+            found[f"{layer}.scales"] = torch.Size((groups, n))
+            found[f"{layer}.g_idx"] = torch.Size((length,))
+        return found
+
+    def dtype(self, name: str) -> torch.dtype:
+        if name.endswith((".qweight", ".qzeros", ".g_idx")):
+            return torch.int32
+        return torch.float16 if self.gptq else torch.bfloat16
+
+
+class Values:
+    """Makes tensors of random values, by repeating some."""
+
+    def __init__(self, kind: Kind) -> None:
+        self._kind = kind
+        self._floats = (torch.randn(1 << 22) * 0.02).to(kind.dtype(""))
+        self._words = torch.randint(-(2**31), 2**31, (1 << 22,)).int()
+
+    def __call__(self, name: str, shape: torch.Size) -> Tensor:
+        """Return the values of a tensor."""
+        if name.endswith(".g_idx"):
+            groups = torch.arange(shape[0], dtype=torch.int32) // _GROUP
+            order = torch.Generator().manual_seed(shape[0])  # one for layers that are merged
+            mixed = groups[torch.randperm(shape[0], generator=order)]
+            return mixed if self._kind.act_order else groups
+        tile = self._words if self._kind.dtype(name) == torch.int32 else self._floats
+        count = shape.numel()
+        return tile.repeat(-(-count // tile.numel()))[:count].view(shape)
+
+
+def config_of(model: str, kind: Kind) -> dict[str, object]:
     hidden, layers, heads, kv, wide, vocabulary, tied = MODELS[model]
     return {
         "model_type": "llama",
@@ -45,7 +109,7 @@ def config_of(model: str) -> dict[str, object]:
         "max_position_embeddings": 8192,
         "rms_norm_eps": 1e-5,
         "hidden_act": "silu",
-        "dtype": "bfloat16",
+        **kind.config(),
     }
 
 
@@ -65,31 +129,31 @@ def shapes_of(model: str) -> dict[str, tuple[int, ...]]:
     return shapes if tied else shapes | {"lm_head.weight": (vocabulary, hidden)}
 
 
-def write(folder: Path, model: str) -> int:
+def write(folder: Path, model: str, kind: Kind) -> int:
     """Write the folder, if it is not there; return the bytes of its tensors."""
-    shapes, tile = shapes_of(model), (torch.randn(1 << 22) * 0.02).bfloat16()
-
-    def values(shape: tuple[int, ...]) -> Tensor:
-        count = torch.Size(shape).numel()
-        return tile.repeat(-(-count // tile.numel()))[:count].view(shape)
-
-    parts: list[dict[str, tuple[int, ...]]] = [{}]
-    for name, shape in shapes.items():
-        if sum(2 * torch.Size(s).numel() for s in parts[-1].values()) > _FILE_BYTES:
-            parts.append({})
-        parts[-1][name] = shape
-    if not (folder / "config.json").exists():
+    shapes = kind.stored(shapes_of(model))
+    nbytes = {name: shape.numel() * kind.dtype(name).itemsize for name, shape in shapes.items()}
+    parts: list[list[str]] = [[]]
+    for name in shapes:
+        if sum(nbytes[each] for each in parts[-1]) > _FILE_BYTES:
+            parts.append([])
+        parts[-1].append(name)
+    config = config_of(model, kind)
+    there = folder / "config.json"
+    if there.exists() and json.loads(there.read_text()) != config:
+        raise SystemExit(f"{folder} has another model, expected {model} of this kind, or nothing")
+    if not there.exists():
         folder.mkdir(parents=True, exist_ok=True)
-        weight_map = {}
+        weight_map, values = {}, Values(kind)
         for number, part in enumerate(tqdm(parts, desc="writing", disable=None)):
             file = f"model-{number + 1:05}-of-{len(parts):05}.safetensors"
-            tensors = {name: values(shape) for name, shape in part.items()}
-            save(tensors, folder / file, metadata={"format": "pt"})
+            tensors = {name: values(name, shapes[name]) for name in part}
+            save(tensors, folder / file, metadata={"format": "pt"}, durable=False)
             weight_map |= dict.fromkeys(part, file)
         index = {"metadata": {"total_size": 0}, "weight_map": weight_map}
         (folder / "model.safetensors.index.json").write_text(json.dumps(index))
-        (folder / "config.json").write_text(json.dumps(config_of(model)))
-    return sum(2 * torch.Size(shape).numel() for shape in shapes.values())
+        there.write_text(json.dumps(config))
+    return sum(nbytes.values())
 
 
 def forget(folder: Path) -> None:
@@ -128,7 +192,9 @@ def copy_all(nbytes: int) -> None:
     torch.cuda.synchronize()
 
 
-def ways(folder: Path, nbytes: int, device: str) -> Iterator[tuple[str, Callable[[], object]]]:
+def ways(
+    folder: Path, nbytes: int, device: str, kind: Kind
+) -> Iterator[tuple[str, Callable[[], object]]]:
     """Yield what is timed, by name, the ceilings first."""
 
     def engine(**options: str) -> Callable[[], object]:
@@ -144,21 +210,25 @@ def ways(folder: Path, nbytes: int, device: str) -> Iterator[tuple[str, Callable
 
         return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).to(device)
 
-    yield "disk", lambda: read_all(folder)
+    yield "reading", lambda: read_all(folder)
     if device == "cuda":
         yield "link", lambda: copy_all(nbytes)
     yield "deepspeed_ext", engine()
+    if kind.gptq:  # transformers needs another package for it
+        yield "safetensors", by_safetensors
+        return
     yield "deepspeed_ext int8", engine(quantize="int8")
     yield "deepspeed_ext int4", engine(quantize="int4")
     yield "safetensors", by_safetensors
     yield "transformers", by_transformers
 
 
-def seconds_of(run: Callable[[], object], folder: Path, device: str) -> float:
+def seconds_of(run: Callable[[], object], folder: Path, device: str, cached: bool = False) -> float:
     gc.collect()
     if device == "cuda":
         torch.cuda.empty_cache()
-    forget(folder)
+    if not cached:
+        forget(folder)
     begin = time.perf_counter()
     kept = run()
     if device == "cuda":
@@ -170,7 +240,7 @@ def seconds_of(run: Callable[[], object], folder: Path, device: str) -> float:
 
 def table(nbytes: int, seconds: Mapping[str, list[float]]) -> Iterator[str]:
     medians = {name: statistics.median(taken) for name, taken in seconds.items()}
-    limit = max(medians.get(name, 0.0) for name in ("disk", "link"))
+    limit = max(medians.get(name, 0.0) for name in ("reading", "link"))
     yield f"{'':24}{'seconds':>9}{'GB/s':>8}{'of the limit':>14}"
     for name, median in medians.items():
         yield f"{name:24}{median:>9.2f}{nbytes / median / 1e9:>8.2f}{median / limit:>13.2f}x"
@@ -184,18 +254,29 @@ def main() -> None:
     parser.add_argument("--device", choices=("cpu", "cuda"), default=default)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--only", nargs="*", help="names of what is timed; default: all")
+    parser.add_argument("--gptq", action="store_true", help="weights of 4 bits, packed by GPTQ")
+    parser.add_argument("--act-order", action="store_true", help="with mixed groups of columns")
+    parser.add_argument("--cached", action="store_true", help="files stay in memory")
     options = parser.parse_args()
-    nbytes = write(options.folder, options.model)
+    if options.act_order and not options.gptq:
+        parser.error("--act-order needs --gptq")
+    kind = Kind(options.gptq, options.act_order)
+    nbytes = write(options.folder, options.model, kind)
     some = [
         (name, run)
-        for name, run in ways(options.folder, nbytes, options.device)
+        for name, run in ways(options.folder, nbytes, options.device, kind)
         if not options.only or name in options.only
     ]
+    if options.cached:
+        read_all(options.folder)
     seconds: dict[str, list[float]] = {name: [] for name, _ in some}
     for _ in tqdm(range(options.rounds), desc="rounds", disable=None):
         for name, run in some:
-            seconds[name].append(seconds_of(run, options.folder, options.device))
-    print(f"{options.model}, {nbytes / 1e9:.2f} GB, {options.device}, torch {torch.__version__}")
+            seconds[name].append(seconds_of(run, options.folder, options.device, options.cached))
+    what = " GPTQ" * options.gptq + " act-order" * options.act_order + " cached" * options.cached
+    print(
+        f"{options.model}{what}, {nbytes / 1e9:.2f} GB, {options.device}, torch {torch.__version__}"
+    )
     print("\n".join(table(nbytes, seconds)))
 
 

@@ -218,7 +218,9 @@ ROOMS = {  # inside of a package, likewise; its __init__ may import all
     ),
     "ops/quantization": (
         ("formats", "self_checks"),
-        ("packed_weight", "quantize"),
+        ("quantize",),
+        ("repack_weight",),
+        ("packed_weight",),
         ("dequantize", "quantize_packed"),
         ("fake_quantize",),
         ("ds_quantizer",),

@@ -34,6 +34,12 @@ DSX_HOST_DEVICE constexpr uint32_t packed_padding(QuantFormat format) {
   return format == QuantFormat::int4 ? 8 : 0;
 }
 
+// Which element of a run has code number `step` of word number `word`.
+DSX_HOST_DEVICE constexpr int element_of_run(int bits, int word, int step) {
+  const int half = 16 / bits;
+  return 8 * (step % half) + step / half + 2 * word;
+}
+
 struct PackedWeight {
   const uint8_t* codes;
   const float* scales;

@@ -9,8 +9,7 @@ constexpr int64_t kUnit = 4 * kRun;  // elements of a unit, which is four runs
 
 // Which element of a unit has code number `step` of word number `lane`.
 constexpr int place_of(int step, int lane) {
-  constexpr int half = kInWord / 2;
-  return lane / 4 * int(kRun) + 8 * (step % half) + step / half + lane % 4 * 2;
+  return lane / 4 * int(kRun) + element_of_run(DSX_BITS, lane % 4, step);
 }
 
 typedef float Four __attribute__((vector_size(16)));

@@ -157,6 +157,10 @@ from deepspeed_ext.ops.quantization.quantize_packed import (
     quantize_packed_ as quantize_packed_,
     quantize_packed_ref_ as quantize_packed_ref_,
 )
+from deepspeed_ext.ops.quantization.repack_weight import (
+    repack_weight_ as repack_weight_,
+    repack_weight_ref_ as repack_weight_ref_,
+)
 from deepspeed_ext.ops.replay import (
     Recorded as Recorded,
     record as record,

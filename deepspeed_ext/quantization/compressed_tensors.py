@@ -15,7 +15,6 @@ See: the package compressed-tensors, `compressors/pack_quantized`.
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -71,7 +70,6 @@ class PackSettings:
                 f"{what} has weight_scale as {scales.dtype} of shape {list(scales.shape)}, expected"
                 f" floats of shape {list(shape[::-1])} for groups of {group}"
             )
-        of_groups = scales.float().t()
         zeros = self._zeros(what, tensors.get("weight_zero_point"), shape)
         g_idx = tensors.get("weight_g_idx")
         if g_idx is not None and not g_idx.is_meta and bool((g_idx == -1).all()):
@@ -82,20 +80,7 @@ class PackSettings:
         has_order = order is not None
         format = f"int{self.bits}"
         layout = make_layout(what, format, (n, length), group, self.symmetric, None, has_order)
-        return StoredWeight(
-            layout,
-            partial(self._codes, words, length),
-            of_groups,
-            None if zeros is None else of_groups * -zeros.float(),
-            order,
-        )
-
-    def _codes(self, words: Tensor, length: int, begin: int, end: int) -> Tensor:
-        """Return the codes of some rows, of 4 bits two in a byte."""
-        codes = words[begin:end].contiguous().view(torch.uint8)[:, : -(-length * self.bits // 8)]
-        if self.bits == 8 and self.symmetric:
-            return (codes ^ 128).view(torch.int8)
-        return codes
+        return StoredWeight(layout, words, scales.t(), zeros, order)
 
     def _zeros(self, what: str, given: Tensor | None, shape: tuple[int, int]) -> Tensor | None:
         """Return the code that stands for zero, of each group and row; None: the one of q = 0."""
@@ -107,7 +92,8 @@ class PackSettings:
         half = 1 << self.bits - 1
         packed = -(-n * self.bits // _WORD), groups
         if given.dtype == torch.int32 and given.shape == packed:
-            zeros = words_of(given.t(), self.bits)[:, :n]
+            zeros = given.new_empty(shape) if given.is_meta else words_of(given.t(), self.bits)
+            zeros = zeros[:, :n]
         elif given.dtype == torch.int8 and given.shape == (n, groups):
             zeros = given.t().int() + half
         else:

@@ -20,14 +20,13 @@ auto-gptq, gptqmodel (`checkpoint_format` "gptq" and "gptq_v2") and autoawq (`ve
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from deepspeed_ext.dtypes import DTYPES
-from deepspeed_ext.ops.quantization.formats import groups_of, pack_nibbles
+from deepspeed_ext.ops.quantization.formats import groups_of
 from deepspeed_ext.quantization.layout import make_layout
 from deepspeed_ext.quantization.stored_weight import StoredWeight, order_of, words_of
 
@@ -178,20 +177,7 @@ def _stored(
     g_idx = None if is_awq else tensors.get("g_idx")
     order = order_of(what, "g_idx", g_idx, has, group, settings.act_order)
     layout = make_layout(what, "int4", (n, has), group, False, None, order is not None)
-    codes = partial(_awq_codes if is_awq else _gptq_codes, qweight)
-    of_groups = scales.float()
-    offsets = of_groups * -zeros.float()  # 4 bits times 11 of a scale: exact
-    return StoredWeight(layout, codes, of_groups, offsets, order)
-
-
-def _gptq_codes(qweight: Tensor, begin: int, end: int) -> Tensor:
-    """Return the codes of some rows, two in a byte."""
-    return qweight[:, begin:end].t().contiguous().view(torch.uint8)
-
-
-def _awq_codes(qweight: Tensor, begin: int, end: int) -> Tensor:
-    words = qweight[:, begin // _PER_WORD : -(-end // _PER_WORD)]
-    return pack_nibbles(_awq_rows(words).t().contiguous())
+    return StoredWeight(layout, qweight.t(), scales, zeros, order, across=is_awq)
 
 
 def _zeros(what: str, qzeros: Tensor, shape: tuple[int, int], settings: Int4Settings) -> Tensor:
@@ -204,6 +190,8 @@ def _zeros(what: str, qzeros: Tensor, shape: tuple[int, int], settings: Int4Sett
             f"{what} has qzeros as {qzeros.dtype} of shape {list(qzeros.shape)}, expected int32 of"
             f" shape {[groups, n // _PER_WORD]} for scales of shape {list(shape)}"
         )
+    if qzeros.is_meta:  # arithmetic takes torch longer there than with values
+        return qzeros.new_empty(shape, dtype=torch.uint8)
     if settings.method == "awq":
         return _awq_rows(qzeros)
     if not settings.symmetric:
@@ -211,12 +199,8 @@ def _zeros(what: str, qzeros: Tensor, shape: tuple[int, int], settings: Int4Sett
     zeros = words_of(qzeros)
     # Files are about that name the first version and are of the second. What is symmetric has one
     # zero only, so that it does not matter.
-    if (
-        zeros.numel()
-        and not zeros.is_meta
-        and not any(
-            bool((zeros == one).all()) for one in (_ZERO_OF_SYMMETRIC, _ZERO_OF_SYMMETRIC - 1)
-        )
+    if zeros.numel() and not any(
+        bool((zeros == one).all()) for one in (_ZERO_OF_SYMMETRIC, _ZERO_OF_SYMMETRIC - 1)
     ):
         raise ValueError(
             f"{what} has qzeros of {int(zeros.min())} to {int(zeros.max())}, expected all 7, or"

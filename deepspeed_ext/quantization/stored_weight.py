@@ -1,22 +1,19 @@
-"""StoredWeight: a weight of integers as a file has it, rewritten as ours a block of rows at a time.
+"""StoredWeight: a weight of integers as a file has it, rewritten as ours in one pass.
 
 What is common to the packages whose files are read: eight or four codes in an int32, from its
 lowest bits on, and columns whose groups are mixed.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar, Protocol
 
 import torch
 from torch import Tensor
 
-from deepspeed_ext.ops.quantization.formats import pack_nibbles, unpack_nibbles
-from deepspeed_ext.ops.quantization.packed_weight import lines_of_bytes
+from deepspeed_ext.ops import repack_weight_
+from deepspeed_ext.ops.quantization.formats import unpack_nibbles
 from deepspeed_ext.quantization.layout import WeightLayout
-
-_BLOCK_ELEMENTS = 1 << 22  # some of them lie about as bytes on the way
-_ROWS = 8  # a block begins at a multiple of them, as words may hold rows
 
 
 class Stored(Protocol):
@@ -62,41 +59,40 @@ class Packing(Protocol):
 
 @dataclass(frozen=True)
 class StoredWeight:
-    """A weight, (n, length), as codes that stand for code * scale + offset.
+    """A weight, (n, length), as codes that stand for (code - zero) * scale.
 
     Args:
         layout: what it becomes.
-        codes: returns those of rows from one number to another, as ``pack_weight`` takes them,
-            columns in the order of the file.
-        scales: (groups, n).
-        offsets: likewise, or None.
+        words: as ``repack_weight_`` takes them, columns in the order of the file; of 8 bits the
+            code 128 stands for 0.
+        scales: (groups, n), of a dtype of floats.
+        zeros: likewise, uint8 or int32; None: the code that has a zero in the middle.
         order: (in,), int64: which column of the file is each of ours; None: as they stand.
+        across: whether words are across the rows.
     """
 
     layout: WeightLayout
-    codes: Callable[[int, int], Tensor]
+    words: Tensor
     scales: Tensor
-    offsets: Tensor | None
+    zeros: Tensor | None
     order: Tensor | None
+    across: bool = False
 
     def write(self, into: Mapping[str, Tensor]) -> None:
-        """Fill the tensors of the layout; never more than a block lies about."""
+        """Fill the tensors of the layout."""
         n, length = self.layout.shape
-        bits = self.layout.of_format.bits
-        rows = max(_BLOCK_ELEMENTS // max(length, 1) // _ROWS, 1) * _ROWS
-        for begin in range(0, n, rows):
-            end = min(begin + rows, n)
-            codes = self.codes(begin, end)
-            if self.order is not None and bits == 4:
-                codes = pack_nibbles(unpack_nibbles(codes, length)[:, self.order])
-            elif self.order is not None:
-                codes = codes[:, self.order]
-            is_biased = self.offsets is not None
-            lines = lines_of_bytes(codes, bits, length, self.layout.format, is_biased)
-            into["codes"][begin:end].copy_(lines)
-        into["scales"][:, :n].copy_(self.scales)
-        if self.offsets is not None:
-            into["offsets"][:, :n].copy_(self.offsets)
+        repack_weight_(
+            self.words,
+            into["codes"],
+            self.order,
+            format=self.layout.format,
+            length=length,
+            biased=True,
+            across=self.across,
+        )
+        scales = into["scales"][:, :n].copy_(self.scales)
+        if self.zeros is not None:  # 4 or 8 bits times 11 of a scale: exact
+            torch.mul(scales, self.zeros, out=into["offsets"][:, :n]).neg_()
         if self.order is not None:
             into["order"].copy_(self.order)
 

@@ -47,6 +47,7 @@ PROGRAMS = {  # with the sources that each is linked with; an op library stands 
     "l2_norm": [ISA, "optimizers/l2_norm_cpu.cpp"],
     "fingerprint": [ISA, "optimizers/fingerprint_cpu.cpp"],
     "quantize": [ISA, "quantization/quantize_cpu.cpp"],
+    "repack": [ISA, "quantization/repack_cpu.cpp"],
     "norms": [ISA, "cpu_rms_norm", "cpu_layer_norm"],
     "softmax": [ISA, "softmax/softmax_cpu.cpp", "softmax/cross_entropy_cpu.cpp"],
     "activations": [

@@ -18,6 +18,7 @@ import test_norms_around
 import test_quantize_contract
 import test_quantize_packed
 import test_quantized_linear_contract
+import test_repack_weight
 import test_skinny_linear_contract
 import torch
 import warm_python
@@ -45,6 +46,7 @@ MODULES = (  # with digests of their own, for ops that take more than a case has
     test_norms_around,
     test_quantize_contract,
     test_quantize_packed,
+    test_repack_weight,
 )
 DIGESTS: dict[str, Callable[..., str]] = {
     **{name: partial(digest_of, case) for name, case in (CASES | FORMULAS).items()},

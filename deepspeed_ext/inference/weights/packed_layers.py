@@ -192,7 +192,7 @@ def linear_of(
     first = weights[0].layout
     n = sum(each.layout.shape[0] for each in weights)
     layout = replace(first, shape=(n, first.shape[1]))
-    made = layout.tensors_on(device) if memory is None else memory.zeros(layout.tensors())
+    made = _tensors_for(layout, device, memory)
     begin = 0
     for each in weights if device.type != "meta" else ():
         end = begin + each.layout.shape[0]
@@ -207,6 +207,21 @@ def linear_of(
     if layout.is_float8:
         return Linear(Float8Weight(made["codes"], made["scales"], layout))
     return Linear(packed(layout, made), None, layout.input_format, order)
+
+
+def _tensors_for(
+    layout: WeightLayout, device: torch.device, memory: WeightMemory | None
+) -> dict[str, Tensor]:
+    """Return tensors to be filled row by row; what is beside the rows is 0."""
+    if layout.is_float8:
+        return layout.tensors_on(device) if memory is None else memory.zeros(layout.tensors())
+    if memory is None:
+        made = layout.empty_on(device)
+    else:
+        made = {name: memory.empty(*each) for name, each in layout.tensors().items()}
+    for name in made.keys() - {"codes", "order"}:
+        made[name][:, layout.shape[0] :].zero_()
+    return made
 
 
 def _rows_of(name: str, tensor: Tensor, begin: int, end: int) -> Tensor:

@@ -16,6 +16,7 @@ from deepspeed_ext.ops.quantization.formats import (
     number_of,
     unpack_nibbles,
 )
+from deepspeed_ext.ops.quantization.repack_weight import repack_weight_
 
 LINE_BYTES, RUN_BYTES = 128, 16  # see packed_weight.h
 
@@ -135,42 +136,18 @@ def _check(
 
 def lines_of_bytes(codes: Tensor, bits: int, length: int, format: str, biased: bool) -> Tensor:
     """Return whole lines of each row, reordered."""
-    n, zero = codes.shape[0], 0
-    if bits == 8:
-        codes = (codes ^ 128 if biased else codes.view(torch.uint8)).contiguous()
-    else:
-        zero = 0x77 if format == "nf4" else 0x88  # the level 0, twice
-        if length % 2:
-            codes = codes.clone()
-            codes[:, -1] = codes[:, -1] & 15 | zero & 240
-    beyond = row_bytes(length, bits) - codes.shape[1]
-    if beyond:
-        codes = F.pad(codes, (0, beyond), value=zero)
-    count = codes.shape[1] // RUN_BYTES
+    n = codes.shape[0]
+    if bits == 4:
+        beyond = -codes.shape[1] % 4
+        words = F.pad(codes, (0, beyond)).contiguous().view(torch.int32)
+        lines = codes.new_empty((n, row_bytes(length, bits)))
+        repack_weight_(words, lines, format=format, length=length)
+        return lines
+    codes = (codes ^ 128 if biased else codes.view(torch.uint8)).contiguous()
+    codes = F.pad(codes, (0, row_bytes(length, bits) - codes.shape[1]))
     # Element 8 p + 2 w + h of a run is number p of half h of word w.
-    if bits == 8:
-        runs = codes.view(n, count, RUN_BYTES // 8, 4, 2).permute(0, 1, 3, 4, 2)
-    else:
-        runs = _runs_of_nibbles(codes.contiguous(), count)
+    runs = codes.view(n, codes.shape[1] // RUN_BYTES, RUN_BYTES // 8, 4, 2).permute(0, 1, 3, 4, 2)
     return runs.reshape(codes.shape)
-
-
-def _runs_of_nibbles(codes: Tensor, count: int) -> Tensor:
-    """Return runs of codes of 4 bits reordered, all bytes of a word at a time: as bytes.
-
-    Half h of a byte w that is read, of word p, is number p of half h of word w.
-    """
-    if codes.storage_offset() % 4:
-        codes = codes.clone()
-    words = codes.reshape(-1).view(torch.int32).view(codes.shape[0], count, 4)
-    halves = words & 0x0F0F0F0F, words >> 4 & 0x0F0F0F0F
-    pairs = [half[..., p] | half[..., p + 1] << 4 for half in halves for p in (0, 2)]
-    made = []
-    for w in range(4):
-        parts = [((pair >> 8 * w) & 255) << 8 * i for i, pair in enumerate(pairs)]
-        made.append((parts[0] | parts[1]) | (parts[2] | parts[3]))
-    runs = torch.stack(made, -1)
-    return runs.view(torch.uint8)
 
 
 def signed_codes(weight: PackedWeight) -> Tensor:
