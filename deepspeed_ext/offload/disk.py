@@ -204,10 +204,20 @@ def _others(pipeline: Pipeline, buckets: Buckets) -> dict[int, dict[str, Any]]:
     return found
 
 
-def check_nvme(
-    name: str, device: str, path: object, fraction: float | None, durable: bool, resume: bool
-) -> None:
-    """Raise ValueError or TypeError unless options that say where state rests fit together."""
+def folder_of(
+    name: str,
+    device: str,
+    path: str | os.PathLike[str] | None,
+    fraction: float | None,
+    durable: bool,
+    resume: bool,
+) -> str | None:
+    """Return the folder where state rests, if it rests on disk, wherever a copy is made.
+
+    Raises:
+        ValueError: the options do not fit together.
+        TypeError: likewise.
+    """
     if device not in ("cpu", "nvme"):
         raise ValueError(f"{name}: device is {device!r}, expected 'cpu' or 'nvme'")
     if device == "nvme" and path is None:
@@ -227,6 +237,7 @@ def check_nvme(
         raise ValueError(f"{name}: nvme_path is {path!r}, expected a folder")
     if resume and not durable:
         raise ValueError(f"{name}: resume is True, expected durable=True with it")
+    return None if path is None else os.path.abspath(os.fsdecode(path))
 
 
 def _reserve(title: str, store: TensorStore, nbytes: int) -> None:

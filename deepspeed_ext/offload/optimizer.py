@@ -14,7 +14,7 @@ from torch.optim.optimizer import ParamsT
 from deepspeed_ext.offload.bucket_states import OffloadedBucket
 from deepspeed_ext.offload.copies import Recorder
 from deepspeed_ext.offload.copying import copied, rebuilt
-from deepspeed_ext.offload.disk import Disk, check_nvme, commit, restore_options, turn
+from deepspeed_ext.offload.disk import Disk, commit, folder_of, restore_options, turn
 from deepspeed_ext.offload.hooks import Remove, before_forward, check_model, let_go, on_gradient
 from deepspeed_ext.offload.host_optimizer import offloaded
 from deepspeed_ext.offload.memory_estimate import (
@@ -162,9 +162,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
             "gpu_fraction": gpu_fraction,
             **kwargs,
         }
-        check_nvme(name, device, nvme_path, nvme_fraction, durable, resume)
-        if nvme_path is not None:
-            nvme_path = os.path.abspath(nvme_path)  # a copy may come after a chdir
+        nvme_path = folder_of(name, device, nvme_path, nvme_fraction, durable, resume)
         # Those of a copy, which cannot have the same folder.
         scratch = {"threads": threads, "nvme_path": nvme_path, "durable": False}
         self._settings = {**planned, **scratch}
