@@ -114,9 +114,9 @@ def _environment() -> Any:
             if time.thread_time() > self.end:
                 raise _TooLong
 
-        def call(*args: Any, **fields: Any) -> Any:
-            args[0].check_time()
-            return sandbox.ImmutableSandboxedEnvironment.call(*args, **fields)
+        def call(self, context: Any, what: Any, /, *args: Any, **fields: Any) -> Any:
+            self.check_time()
+            return super().call(context, what, *args, **fields)
 
         def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
             if _size_of(operator, left, right) > _LONGEST:
