@@ -110,8 +110,9 @@ $(DONE)/test: $(DONE)/package requirements/test.txt
 	@$(PIP) --requirement requirements/test.txt
 	touch $@
 
-$(DONE)/long: $(DONE)/test requirements/long.txt
-	@$(PIP) --no-deps --requirement requirements/long.txt && touch $@ || echo 'without it, some tests are skipped'
+$(DONE)/long: $(DONE)/test requirements/long.txt requirements/evaluation.txt
+	@$(PIP) --no-deps --requirement requirements/long.txt && $(PIP) --requirement requirements/evaluation.txt && touch $@ \
+	  || echo 'without it, some tests are skipped'
 
 $(DONE)/docs: $(DONE)/package requirements/docs.txt
 	@$(PIP) --requirement requirements/docs.txt

@@ -4,7 +4,6 @@ import json
 import secrets
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, MutableMapping, Sequence
-from contextlib import aclosing
 from typing import Any
 
 from starlette.requests import Request
@@ -18,8 +17,8 @@ from deepspeed_ext.server.service import Left, Running, Service, while_connected
 from deepspeed_ext.server.words import Words
 
 _Message = MutableMapping[str, Any]
-_Events = AsyncGenerator[dict[str, Any], None]
-DONE = "[DONE]"
+_Events = AsyncGenerator[bytes, None]
+_DONE = b"data: [DONE]\n\n"
 
 
 class Answer:
@@ -35,7 +34,7 @@ class Answer:
 
     def __init__(self, service: Service, fields: Fields, prompts: Sequence[list[int]]) -> None:
         self.service, self.fields, self.prompts = service, fields, prompts
-        self.words = Words(service.tokenizer)
+        self.words, self._n = Words(service.tokenizer), fields.n
         self._id = f"{self.letters}-{secrets.token_hex(12)}"
         self._created = int(time.time())
 
@@ -53,7 +52,7 @@ class Answer:
 
     def index(self, of: Completion | Piece) -> int:
         """Return the number of a choice."""
-        return of.prompt * self.fields.n + of.sample
+        return of.prompt * self._n + of.sample
 
     def _head(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
         head = {"id": self._id, "object": kind, "created": self._created}
@@ -89,19 +88,32 @@ class Answer:
         return Events(request, first, events)
 
     async def _events(self, running: Running) -> _Events:
+        """Yield events: all that are there at a time."""
         begun = set[int]()
         counted = {"usage": None} if self.fields.include_usage else {}
-        async with aclosing(running.pieces()) as pieces:
-            async for piece in pieces:
-                index = self.index(piece)
-                before = None if index in begun else self.first_chunk(piece)
-                begun.add(index)
-                for choice in (
-                    [self.chunk(piece)] if before is None else [before, self.chunk(piece)]
-                ):
-                    yield self._head(self.chunk_kind, [choice]) | counted
-        if self.fields.include_usage:
-            yield self._head(self.chunk_kind, []) | {"usage": self._usage(running.tokens)}
+        empty = json.dumps(self._head(self.chunk_kind, []) | counted)
+        head, field, tail = empty.partition('"choices": [')  # no name has it: its quotes are \\"
+        before, behind = f"data: {head}{field}", f"{tail}\n\n"
+        try:
+            while pieces := await running.some():
+                choices = list[Any]()
+                for piece in pieces:
+                    index = self.index(piece)
+                    first = None if index in begun else self.first_chunk(piece)
+                    begun.add(index)
+                    choices += [self.chunk(piece)] if first is None else [first, self.chunk(piece)]
+                yield "".join(f"{before}{json.dumps(each)}{behind}" for each in choices).encode()
+            last = b""
+            if self.fields.include_usage:
+                usage = {"usage": self._usage(running.tokens)}
+                last = _event_of(self._head(self.chunk_kind, []) | usage)
+            yield last + _DONE
+        finally:
+            running.end("left")
+
+
+def _event_of(value: Any) -> bytes:
+    return f"data: {json.dumps(value)}\n\n".encode()
 
 
 class Events:
@@ -109,11 +121,11 @@ class Events:
 
     Args:
         request: that it is the response to.
-        first: of the events.
+        first: of the events, as they are sent.
         others: the rest of them.
     """
 
-    def __init__(self, request: Request, first: dict[str, Any], others: _Events) -> None:
+    def __init__(self, request: Request, first: bytes, others: _Events) -> None:
         self._request, self._first, self._others = request, first, others
 
     async def __call__(
@@ -127,18 +139,16 @@ class Events:
             await self._others.aclose()
 
     async def _send_all(self, send: Callable[[_Message], Awaitable[None]]) -> None:
-        async def tell(data: str) -> None:
-            body = f"data: {data}\n\n".encode()
+        async def tell(body: bytes) -> None:
             await send({"type": "http.response.body", "body": body, "more_body": True})
 
         headers = [(b"content-type", b"text/event-stream; charset=utf-8")]
         headers += [(b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no")]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
         try:
-            await tell(json.dumps(self._first))
-            async for event in self._others:
-                await tell(json.dumps(event))
-            await tell(DONE)
+            await tell(self._first)
+            async for some in self._others:
+                await tell(some)
         except ApiError as error:
-            await tell(json.dumps(error.body))
+            await tell(_event_of(error.body))
         await send({"type": "http.response.body", "body": b"", "more_body": False})

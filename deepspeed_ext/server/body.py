@@ -23,6 +23,7 @@ class Limits:
         completions: of a request: prompts times n.
         waiting: completions that may wait for a slot, of all requests.
         body_seconds: without a byte of a body that has begun.
+        send_seconds: in which a client takes nothing of what is sent, after which it has left.
     """
 
     body_bytes: int = 8 << 20
@@ -30,6 +31,7 @@ class Limits:
     completions: int = 256
     waiting: int = 1024
     body_seconds: float = 10.0
+    send_seconds: float = 30.0
 
 
 async def object_of(request: Request, limits: Limits) -> dict[str, Any]:

@@ -12,7 +12,6 @@ from deepspeed_ext.inference.serving.engine import InferenceEngine
 from deepspeed_ext.server.answers import Answer, Events
 from deepspeed_ext.server.errors import ApiError, wrong
 from deepspeed_ext.server.fields import CHAT_FIELDS, fields_of
-from deepspeed_ext.server.prompts import LONG
 from deepspeed_ext.server.service import Service
 
 _PLAIN = {"role", "content", "name"}
@@ -56,10 +55,8 @@ async def chat(service: Service, given: dict[str, Any], request: Request) -> JSO
     """Answer a request for a chat."""
     fields = fields_of(given, CHAT_FIELDS, None)
     messages = _messages_of(given.get("messages"))
-    if sum(len(each["content"]) for each in messages) > LONG:
-        tokens = await asyncio.to_thread(tokens_of, service.engine, messages)
-    else:
-        tokens = tokens_of(service.engine, messages)
+    # In another thread, as a template may take seconds, and long texts do.
+    tokens = await asyncio.to_thread(tokens_of, service.engine, messages)
     return await Chats(service, fields, [tokens]).to(request, "messages")
 
 

@@ -9,7 +9,6 @@ from starlette.responses import JSONResponse
 from deepspeed_ext.inference.requests.request import Completion
 from deepspeed_ext.inference.requests.stream import Piece
 from deepspeed_ext.server.answers import Answer, Events
-from deepspeed_ext.server.errors import ApiError
 from deepspeed_ext.server.fields import COMPLETION_FIELDS, Fields, fields_of
 from deepspeed_ext.server.prompts import prompts_of, tokens_of
 from deepspeed_ext.server.service import Service
@@ -54,7 +53,13 @@ class Completions(Answer):
     def first_chunk(self, piece: Piece) -> dict[str, Any] | None:
         if not self.fields.echo:
             return None
-        return self._choice(self.index(piece), self._prompt_text(piece.prompt), None, None)
+        index, block = self.index(piece), None
+        if piece.prompt_logprobs is not None:
+            tokens, tops = self.prompts[piece.prompt], piece.prompt_top_logprobs
+            all_tops = None if tops is None else [None, *tops]
+            block = self.words.block(tokens, [None, *piece.prompt_logprobs], all_tops, 0)
+            self._offsets[index] = sum(len(self.words.of(each)) for each in tokens)
+        return self._choice(index, self._prompt_text(piece.prompt), block, None)
 
     def chunk(self, piece: Piece) -> dict[str, Any]:
         index, block = self.index(piece), None
@@ -74,8 +79,6 @@ async def complete(
 ) -> JSONResponse | Events:
     """Answer a request for completions."""
     fields = fields_of(given, COMPLETION_FIELDS, _USUAL_MAX)
-    if fields.echo and fields.stream and fields.logprobs is not None:
-        raise ApiError(400, "stream is true, expected false with echo and logprobs", "stream")
     prompts = prompts_of("prompt", given.get("prompt"), service.limits.completions)
     texts = [each if isinstance(each, str) else None for each in prompts]
     tokens = await tokens_of(service.tokenizer, prompts, "prompt")

@@ -15,9 +15,10 @@ class Histogram:
         self._counts = [0] * (len(_SECONDS) + 1)
         self._sum = 0.0
 
-    def add(self, value: float) -> None:
-        self._counts[bisect_left(_SECONDS, value)] += 1
-        self._sum += value
+    def add(self, value: float, times: int = 1) -> None:
+        """Count a value, so many times."""
+        self._counts[bisect_left(_SECONDS, value)] += times
+        self._sum += value * times
 
     def lines(self, name: str) -> Iterator[str]:
         total = 0

@@ -27,7 +27,7 @@ def prompts_of(param: str, value: Any, most: int) -> list[Prompt]:
     if len(value) > most:
         raise ApiError(400, f"{param} has {len(value)} prompts, expected at most {most}", param)
     for each in value:
-        are_tokens = isinstance(each, list) and all(type(token) is int for token in each)
+        are_tokens = isinstance(each, list) and set(map(type, each)) <= {int}
         if not isinstance(each, str) and not are_tokens:
             raise wrong(param, value, _EXPECTED)
     found: list[Prompt] = value

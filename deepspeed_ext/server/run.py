@@ -87,7 +87,7 @@ async def _run(
         timeout_graceful_shutdown=_LAST_WORDS,
     )
     server, loop = _Server(config), asyncio.get_running_loop()
-    listening = _listening(settings.host, settings.port)
+    listening = _listening(settings.host, settings.port, settings.limits.send_seconds)
     host, port = listening.getsockname()[:2]
     stopping = asyncio.Event()
     hurried = asyncio.Event()
@@ -115,10 +115,13 @@ async def _run(
             made.close()
 
 
-def _listening(host: str, port: int) -> socket.socket:
+def _listening(host: str, port: int, patience: float) -> socket.socket:
+    """Return a socket whose connections end where a client takes nothing for so many seconds."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
-        return socket.create_server((host, port), family=family, backlog=2048)
+        made = socket.create_server((host, port), family=family, backlog=2048)
+        made.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(1000 * patience))
+        return made  # what it accepts has its options
     except (OSError, OverflowError) as error:
         raise OSError(f"serve: {host} port {port} cannot be listened at: {error}") from None
 

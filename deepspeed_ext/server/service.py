@@ -3,8 +3,8 @@
 import asyncio
 import hmac
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
-from contextlib import aclosing, suppress
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
 from typing import Any, TypeVar
 
 from starlette.requests import Request
@@ -20,6 +20,7 @@ from deepspeed_ext.server.fields import Fields, as_api_error
 from deepspeed_ext.server.metrics import Metrics
 
 _T = TypeVar("_T")
+_PIECES = 64  # that one request gets before others get theirs
 
 
 class Left(Exception):
@@ -219,48 +220,47 @@ class Running:
         self._is_over = False
         service.running.add(self)
 
-    async def pieces(self) -> AsyncGenerator[Piece, None]:
-        """Yield the pieces of all completions.
+    async def some(self) -> list[Piece]:
+        """Return pieces that have come since; none when all completions have ended.
 
         Raises:
             ApiError: they have failed, or the server has given them up.
         """
-        how = "left"
         try:
-            async for piece in self.stream:
-                self._count(piece)
-                yield piece
-            if len(self.reasons) < self.count:
-                raise ApiError(503, "the server is closing, and has ended what was under way")
-            how = "length" if "length" in self.reasons else "stop"
+            pieces = await self.stream.some(_PIECES)
         except RuntimeError as error:
+            self.end("failed")
             raise ApiError(500, str(error)) from error
-        except ApiError:
-            how = "failed"
-            raise
-        finally:
-            self.end(how)
+        for piece in pieces:
+            self._count(piece)
+        if not pieces and len(self.reasons) < self.count:
+            self.end("failed")
+            raise ApiError(503, "the server is closing, and has ended what was under way")
+        if not pieces:
+            self.end("length" if "length" in self.reasons else "stop")
+        return pieces
 
     async def completions(self) -> list[Completion]:
         """Return all completions."""
-        async with aclosing(self.pieces()) as pieces:
-            async for _ in pieces:
-                pass
+        while await self.some():
+            pass
         return self.stream.completions()
 
     def _count(self, piece: Piece) -> None:
-        metrics, now, key = self._service.metrics, time.perf_counter(), (piece.prompt, piece.sample)
-        if piece.tokens:
-            behind = len(piece.tokens)
-            if key not in self._last:
+        metrics, count = self._service.metrics, len(piece.tokens)
+        if count:
+            now, key = time.perf_counter(), (piece.prompt, piece.sample)
+            last = self._last.get(key)
+            if last is None:
                 metrics.first.add(now - self._begin)
-                behind -= 1  # which came with the first
-            since = now - self._last.get(key, now)
-            for _ in range(behind):
-                metrics.between.add(since / behind)
+                last, behind = now, count - 1  # which came with the first
+            else:
+                behind = count
+            if behind:
+                metrics.between.add((now - last) / behind, behind)
             self._last[key] = now
-        metrics.tokens["completion"] += len(piece.tokens)
-        self.tokens += len(piece.tokens)
+            metrics.tokens["completion"] += count
+            self.tokens += count
         if piece.finish_reason is not None:
             self.reasons.append(piece.finish_reason)
 

@@ -105,6 +105,25 @@ def test_echo(client: Client) -> None:
         assert nothing["text"] == "Hello" and nothing["finish_reason"] == "length"
 
 
+@pytest.mark.parametrize("n", [1, 2])
+@pytest.mark.parametrize("max_tokens", [0, 1, 6])
+def test_echo_with_logprobs_streams_what_comes_whole(
+    client: Client, n: int, max_tokens: int
+) -> None:
+    """Of each choice the texts, tokens, log-probabilities, likeliest and offsets, put together."""
+    fields: Any = dict(prompt=["Hello", [5]], echo=True, logprobs=2, seed=1)
+    fields |= dict(n=n, max_tokens=max_tokens)
+    *events, done = client.events(**fields)
+    assert done == "[DONE]"
+    for choice in client.complete(**fields)["choices"]:
+        pieces = [e["choices"][0] for e in events if e["choices"][0]["index"] == choice["index"]]
+        assert "".join(piece["text"] for piece in pieces) == choice["text"]
+        assert pieces[-1]["finish_reason"] == choice["finish_reason"]
+        for name, whole in choice["logprobs"].items():
+            blocks = [piece["logprobs"] for piece in pieces if piece["logprobs"]]
+            assert [each for block in blocks for each in block[name]] == whole, name
+
+
 def test_echo_with_logprobs_is_what_evaluation_tools_read() -> None:
     """Of tokens in batches; greedy or not is told by comparing floats, and right for each."""
     made = engine()
@@ -186,11 +205,6 @@ REFUSED: list[tuple[dict[str, Any], str, str | None]] = [
     (dict(top_k=-2), "top_k is -2, expected 0 to", "top_k"),
     (dict(logprobs=21), "logprobs is 21, expected 0 to 20", "logprobs"),
     (dict(logprobs=True), "logprobs is true, expected an integer", "logprobs"),
-    (
-        dict(logprobs=1, echo=True, stream=True),
-        "stream is true, expected false with echo",
-        "stream",
-    ),
     (dict(seed=0.5), "seed is 0.5, expected an integer", "seed"),
     (dict(stop=[""]), "stop has '', expected strings, none empty", "stop"),
     (dict(stop=[5]), "stop has 5, expected strings, none empty", "stop"),

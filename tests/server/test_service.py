@@ -1,14 +1,10 @@
 """The server around completions: keys, limits, clients that leave, metrics, and the end."""
 
-import gc
 import http.client
 import json
-import os
-import random
 import re
 import signal
 import socket
-import struct
 import subprocess
 import sys
 import threading
@@ -115,15 +111,40 @@ def test_who_leaves_is_cancelled(stream: bool, after: float) -> None:
 
 
 def test_a_reader_that_never_reads() -> None:
-    """It holds its slot no longer than its completion takes."""
-    body = json.dumps(dict(model="m", stream=True, logprobs=20) | LONG | dict(max_tokens=900))
+    """It holds its slot no longer than its completion takes, and is dropped."""
+    body = json.dumps(dict(model="m", stream=True, logprobs=20) | LONG | dict(max_tokens=3900))
     head = f"POST /v1/completions HTTP/1.1\r\nhost: a\r\ncontent-length: {len(body)}\r\n\r\n"
-    with served(lambda: engine(max_batch=1)) as client, socket.socket() as idle:
+    limits = Limits(send_seconds=1)
+    with served(lambda: engine(max_batch=1), limits=limits) as client, socket.socket() as idle:
         idle.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1024)
         idle.connect(("127.0.0.1", client.port))
         idle.sendall((head + body).encode())
         wait_until(lambda: metric(client, "running") == 1)
         assert client.complete(prompt="b", max_tokens=2)["choices"]
+        wait_until(lambda: metric(client, 'requests_total{end="left"}') == 1)
+        with pytest.raises(ConnectionError):
+            while idle.recv(1 << 16):  # what was sent before
+                pass
+            raise ConnectionError  # closed, without being reset
+
+
+def test_a_template_that_does_not_end_holds_nobody_up() -> None:
+    rounds = "{% for i in range(99999) %}" * 3 + "{% endfor %}" * 3
+
+    class Endless(Chatty):
+        chat_template = rounds
+
+    message = {"role": "user", "content": "a"}
+    with served(lambda: tiny.engine(tokenizer=Endless())) as client, ThreadPoolExecutor(1) as pool:
+        body = dict(model="m", messages=[message])
+        asked = pool.submit(client.refused, "/v1/chat/completions", body)
+        answered = 0
+        while not asked.done():
+            assert client.complete(prompt="a", max_tokens=1)["choices"]
+            answered += 1
+        status, told, param = asked.result()
+        assert status == 400 and param == "messages" and "takes over 1 s" in told
+        assert answered > 2
 
 
 def test_a_request_that_fails_does_so_alone() -> None:
@@ -238,51 +259,3 @@ def test_what_the_command_line_refuses(folder: Path, tmp_path: Path) -> None:
     assert main([str(tiny_folder.write(tmp_path / "bare")), "--serve"]) == 2
     with pytest.raises(SystemExit):
         main([str(folder), "--serve", "--prompt", "a"])
-
-
-@pytest.mark.long
-def test_many_clients_of_whom_a_fifth_leaves() -> None:
-    """None is lost, each gets what it would alone, and nothing is left: slots, memory, files."""
-    made = engine(max_batch=16, max_tokens=256)
-    drawn = random.Random(0)
-    asked = [
-        ([drawn.randrange(97) for _ in range(drawn.randint(1, 40))], drawn.randint(1, 30), i)
-        for i in range(2000)
-    ]
-    alone = [
-        made.generate([p], max_new_tokens=n, temperature=1.0, seed=i)[0].text
-        for p, n, i in asked[:200]
-    ]
-    leaves = {i for i in range(2000) if drawn.random() < 0.2}
-    files: list[int] = []
-
-    def one(client: Client, i: int) -> str | None:
-        prompt, n, seed = asked[i]
-        stream = i % 2 == 0
-        fields = dict(model="m", prompt=prompt, max_tokens=n, seed=seed, stream=stream)
-        if i == 1000:
-            files.append(len(os.listdir("/proc/self/fd")))
-        if i in leaves:
-            connection = http.client.HTTPConnection("127.0.0.1", client.port)
-            connection.request("POST", "/v1/completions", json.dumps(fields))
-            time.sleep(random.Random(i).random() * 0.3)
-            assert connection.sock is not None  # it is reset, not closed
-            connection.sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-            connection.close()
-            return None
-        if not stream:
-            return client.ask("/v1/completions", fields)[1]["choices"][0]["text"]
-        response = client.send("/v1/completions", fields)
-        events = events_of(response.read().decode())
-        return "".join(event["choices"][0]["text"] for event in events[:-1])
-
-    with served(lambda: made, limits=Limits(waiting=4000)) as client:
-        with ThreadPoolExecutor(256) as pool:
-            texts = list(pool.map(lambda i: one(client, i), range(2000)))
-        for i, text in enumerate(texts):
-            assert (text is None) == (i in leaves)
-            assert text is None or i >= 200 or text == alone[i]
-        wait_until(lambda: metric(client, "running") == metric(client, "waiting") == 0)
-        tiny.check_all_is_free(made)
-        gc.collect()
-        assert len(os.listdir("/proc/self/fd")) <= files[0] + 20

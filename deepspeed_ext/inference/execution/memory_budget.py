@@ -13,6 +13,7 @@ from deepspeed_ext.inference.model.architecture import Architecture
 from deepspeed_ext.op_builder.toolchain import free_memory
 from deepspeed_ext.ops.attention.paged_kv import PAGE
 
+_BYTES_OF_HISTORY = 9  # of a token of the vocabulary: whether it was seen, its count, its bias
 _BYTES_OF_LOGIT = 24  # with what is made of it where a token is drawn
 _GIB = 1 << 30
 
@@ -64,7 +65,7 @@ def working_bytes(
     is_quantized: bool,
     packed: int,
 ) -> int:
-    """Return about how many bytes a step makes and lets go.
+    """Return about how many bytes a step makes and lets go, with what penalties and biases take.
 
     Args:
         of: the model.
@@ -80,7 +81,8 @@ def working_bytes(
     floats = wide * of.hidden * dtype.itemsize if is_quantized and tokens > ROWS else 0
     choice = min(max_batch, ROWS) * of.vocabulary * _BYTES_OF_LOGIT
     scored = (min(tokens, SCORED) * dtype.itemsize + ORDERED * _BYTES_OF_LOGIT) * of.vocabulary
-    return max(states + floats, choice, scored)
+    history = (max_batch + 1) * of.vocabulary * _BYTES_OF_HISTORY  # once requests have asked for it
+    return max(states + floats, choice, scored) + history
 
 
 def check_positions(of: Architecture, positions: Tensor | None, max_tokens: int) -> None:

@@ -8,27 +8,43 @@ from contextlib import suppress
 from deepspeed_ext.inference.requests.request import Completion
 from deepspeed_ext.inference.requests.stream import Piece, Stream
 
+_AT_A_TIME = 16  # coroutines that are woken before the loop looks for what else there is
+
 
 class LoopBell:
-    """Wakes coroutines of one event loop from other threads: many at a time, by one message."""
+    """Wakes coroutines of one event loop from other threads: many by one message.
+
+    Those that wait for their first news come first. The loop does what else it has to do, such as
+    to take in requests, after some of them.
+    """
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
         self._rung: deque[asyncio.Event] = deque()
         self._is_sent = False
 
-    def ring(self, event: asyncio.Event) -> None:
-        """Set an event of the loop soon, from any thread; not of one that is closed."""
-        self._rung.append(event)
-        if not self._is_sent:
+    def add(self, event: asyncio.Event, is_first: bool) -> None:
+        """Let an event of the loop be one of those that `ring` sets, from any thread."""
+        if is_first:
+            self._rung.appendleft(event)
+        else:
+            self._rung.append(event)
+
+    def ring(self) -> None:
+        """Set all events soon, from any thread; not those of a loop that is closed."""
+        if self._rung and not self._is_sent:
             self._is_sent = True
             with suppress(RuntimeError):
                 self._loop.call_soon_threadsafe(self._answer)
 
     def _answer(self) -> None:
-        self._is_sent = False  # first: what is rung from here on sends again
-        while self._rung:
+        for _ in range(min(len(self._rung), _AT_A_TIME)):
             self._rung.popleft().set()
+        if self._rung:
+            self._loop.call_soon(self._answer)
+            return
+        self._is_sent = False
+        self.ring()  # what came in between found that a message was sent
 
 
 class AsyncStream(AsyncIterator[Piece]):
@@ -44,23 +60,53 @@ class AsyncStream(AsyncIterator[Piece]):
 
     def __init__(self, stream: Stream, event: asyncio.Event) -> None:
         self._stream, self._event = stream, event
+        self._error: RuntimeError | None = None
 
     def __aiter__(self) -> "AsyncStream":
         return self
 
     async def __anext__(self) -> Piece:
+        pieces = await self.some(1)
+        if not pieces:
+            raise StopAsyncIteration
+        return pieces[0]
+
+    async def some(self, most: int) -> list[Piece]:
+        """Return all pieces that are there, once there is one; none if there will be none.
+
+        Args:
+            most: the others stay for the next time.
+
+        Raises:
+            RuntimeError: a completion has failed.
+        """
+        stream, event = self._stream, self._event
         try:
             while True:
-                self._event.clear()  # first: what is new from here on sets it again
-                piece = self._stream.take()
-                if piece is not None:
-                    return piece
-                if self._stream.is_closed:
-                    raise StopAsyncIteration
-                await self._event.wait()
+                if not event.is_set() and not stream.is_closed:
+                    await event.wait()
+                event.clear()  # first: what is new from here on sets it again
+                found = self._taken(most)
+                if found or stream.is_closed:
+                    return found
         except asyncio.CancelledError:
             self.close()
             raise
+
+    def _taken(self, most: int) -> list[Piece]:
+        found = list[Piece]()
+        if self._error is not None:
+            raise self._error
+        try:
+            while len(found) < most and (piece := self._stream.take()) is not None:
+                found.append(piece)
+        except RuntimeError as error:
+            if not found:
+                raise
+            self._error = error  # for the next time
+        if len(found) == most or self._error is not None:
+            self._event.set()  # as there may be more
+        return found
 
     def completions(self) -> list[Completion]:
         """Return what came of all, when all pieces were taken.

@@ -144,5 +144,7 @@ def run_byte_of(
 
 def _common(text: str, other: str) -> int:
     """Return how many characters at the beginning of both are the same."""
+    if text.startswith(other):  # as it mostly does
+        return len(other)
     some = range(min(len(text), len(other)))
     return next((i for i in some if text[i] != other[i]), len(some))

@@ -161,9 +161,10 @@ class PromptReader:
         try:
             if isinstance(prompt, _NO_NUMBERS):
                 raise TypeError
-            tokens = [operator.index(token) for token in prompt]
-            if any(type(token) is bool for token in prompt):  # as a mask has
+            kinds = set(map(type, prompt))
+            if bool in kinds:  # as a mask has
                 raise TypeError
+            tokens = list(prompt) if kinds == {int} else [operator.index(each) for each in prompt]
         except TypeError:
             raise TypeError(
                 f"generate: prompt {i} is {prompt!r:.60}, expected text, or numbers of tokens"

@@ -1,5 +1,6 @@
 """Completions as they come: an iterator of pieces."""
 
+from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
@@ -20,6 +21,8 @@ class Piece:
         top_logprobs: likewise.
         finish_reason: of the last piece of a completion of an `AsyncStream`, which may have nothing
             else; None elsewhere.
+        prompt_logprobs: of the first piece of a completion; see `Completion`.
+        prompt_top_logprobs: likewise.
     """
 
     prompt: int
@@ -29,6 +32,8 @@ class Piece:
     logprobs: list[float] | None = None
     top_logprobs: list[list[tuple[int, float]]] | None = None
     finish_reason: FinishReason | None = None
+    prompt_logprobs: list[float] | None = None
+    prompt_top_logprobs: list[list[tuple[int, float]]] | None = None
 
     def __str__(self) -> str:
         return self.text
@@ -57,6 +62,7 @@ class Stream(Iterator[Piece]):
         self._is_closed = False
         self._held: dict[Request, list[int]] = {}  # tokens whose text is not sure yet
         self._told: dict[Request, int] = {}  # tokens that were in pieces
+        self._late: deque[Request] = deque()  # those that come after all others
         self._tells_ends, self._ended = tells_ends, set[Request]()
 
     def __iter__(self) -> "Stream":
@@ -81,8 +87,8 @@ class Stream(Iterator[Piece]):
         if self._is_closed:
             return None
         is_last = call.open == 0  # before it is looked what they have told
-        while call.ready:
-            piece = self._taken(call.ready.popleft())
+        while call.ready or (is_last and self._late):
+            piece = self._taken((call.ready or self._late).popleft())
             if piece is not None:
                 return piece
         if call.error is not None:
@@ -95,6 +101,9 @@ class Stream(Iterator[Piece]):
     def _taken(self, request: Request) -> Piece | None:
         """Return what a request has told since, or None if that is nothing to tell yet."""
         assert request.news is not None
+        if self._call.open > 0 and self._lacks_prompt(request):
+            self._late.append(request)
+            return None
         was_done = request.is_done  # before what it has told is taken
         tokens, text = self._held.pop(request, []), ""
         while request.news:
@@ -110,10 +119,16 @@ class Stream(Iterator[Piece]):
             self._held[request] = tokens
         return None
 
+    def _lacks_prompt(self, request: Request) -> bool:
+        """Whether a request without new tokens is done before what is told of its prompt is."""
+        prompt, is_asked = request.prompt, request.options.prompt_logprobs is not None
+        return is_asked and request.is_done and len(prompt.logprobs) < len(prompt.tokens) - 1
+
     def _piece(
         self, request: Request, tokens: list[int], text: str, reason: FinishReason | None
     ) -> Piece:
-        begin = self._told.get(request, 0)
+        is_first, begin = request not in self._told, self._told.get(request, 0)
+        of_prompt = request.options.prompt_logprobs if is_first else None
         end = self._told[request] = begin + len(tokens)
         wants = request.options.logprobs
         if reason is not None:
@@ -126,6 +141,8 @@ class Stream(Iterator[Piece]):
             None if wants is None else request.logprobs[begin:end],
             None if not wants else request.top_logprobs[begin:end],
             reason,
+            None if of_prompt is None else request.prompt.logprobs,
+            None if not of_prompt else request.prompt.top_logprobs,
         )
 
     @property

@@ -1,11 +1,14 @@
 """Where chat templates run: they are code of strangers, which a model's folder brings along."""
 
 import json
+import time
 from collections.abc import Mapping
 from datetime import datetime
 from typing import Any
 
 _OP = "chat"
+_SECONDS = 1.0  # of its thread on the processor, which a template has
+_LONGEST = 1 << 22  # characters, items or bits that multiplying may make at once
 _OLDEST = (3, 1, 6)  # of jinja2: there are ways out of older sandboxes
 
 
@@ -24,10 +27,17 @@ def run_template(text: str, values: Mapping[str, Any]) -> str:
 
     environment = _environment()
     try:
-        made: str = environment.from_string(text).render(**values)
+        tree = environment.parse(text)
+        _watch_loops(tree)
+        made: str = environment.from_string(tree).render(**values)
     except jinja2.TemplateSyntaxError as error:
         raise ValueError(
             f"{_OP}: the chat template is none that can be read: line {error.lineno}: {error}"
+        ) from None
+    except _TooLong:
+        raise ValueError(
+            f"{_OP}: the chat template takes over {_SECONDS:g} s of a processor, expected one that"
+            " ends"
         ) from None
     except jinja2.TemplateError as error:  # what it raises itself, and what the sandbox forbids
         raise ValueError(f"{_OP}: the chat template refuses the messages: {error}") from None
@@ -35,6 +45,19 @@ def run_template(text: str, values: Mapping[str, Any]) -> str:
         reason = f"{type(error).__name__}: {error}"
         raise ValueError(f"{_OP}: the chat template fails with {reason:.200}") from None
     return made
+
+
+class _TooLong(Exception):
+    """A template does not end."""
+
+
+def _watch_loops(tree: Any) -> None:
+    """Let each round of a loop begin with a look at the time; calls do so in any case."""
+    from jinja2 import nodes
+
+    for each in tree.find_all(nodes.For):
+        look = nodes.Call(nodes.EnvironmentAttribute("check_time"), [], [], None, None)
+        each.body.insert(0, nodes.ExprStmt(look, lineno=each.lineno).set_lineno(each.lineno))
 
 
 def _environment() -> Any:
@@ -81,7 +104,26 @@ def _environment() -> Any:
     def refuse(message: Any) -> None:
         raise jinja2.TemplateError(str(message))
 
-    environment = sandbox.ImmutableSandboxedEnvironment(
+    class Environment(sandbox.ImmutableSandboxedEnvironment):  # type: ignore[misc, unused-ignore]
+        """A sandbox in which nothing takes long."""
+
+        intercepted_binops = frozenset(("*", "**"))
+        end = time.thread_time() + _SECONDS
+
+        def check_time(self) -> None:
+            if time.thread_time() > self.end:
+                raise _TooLong
+
+        def call(self, context: Any, what: Any, /, *args: Any, **fields: Any) -> Any:
+            self.check_time()
+            return super().call(context, what, *args, **fields)
+
+        def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
+            if _size_of(operator, left, right) > _LONGEST:
+                raise jinja2.TemplateError(f"{left!r:.20} {operator} {right!r:.20} is too large")
+            return super().call_binop(context, operator, left, right)
+
+    environment = Environment(
         trim_blocks=True, lstrip_blocks=True, extensions=[Generation, "jinja2.ext.loopcontrols"]
     )
     environment.filters["tojson"] = _to_json
@@ -92,6 +134,17 @@ def _environment() -> Any:
         dict=lambda *values, **fields: dict(*values, **fields),
     )
     return environment
+
+
+def _size_of(operator: str, left: Any, right: Any) -> float:
+    """Return about how many items or bits an operation makes; 0 where that is not much."""
+    if operator == "**":
+        both = isinstance(left, int) and isinstance(right, int)
+        return left.bit_length() * right if both and right > 0 else 0
+    for some, times in ((left, right), (right, left)):
+        if isinstance(times, int) and hasattr(some, "__len__"):
+            return len(some) * times
+    return 0
 
 
 def _to_json(

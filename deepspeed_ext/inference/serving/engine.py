@@ -326,7 +326,7 @@ class InferenceEngine(EngineCore):
             engine.chat([{"role": "user", "content": "Who are you?"}])[0].text
 
         The template is code of a stranger: it runs in jinja2's sandbox, and sees copies of nothing
-        but plain values. An endless one is not stopped.
+        but plain values. One that does not end is stopped after a second.
 
         Args:
             messages: each with role and content, which is text, or parts of text; or several

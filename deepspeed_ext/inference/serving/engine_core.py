@@ -157,8 +157,11 @@ class EngineCore:
 
     def _step(self) -> None:
         self._check_usable()  # once more, as it may have been closed meanwhile
-        with torch.inference_mode(), self._here():
-            self._scheduler.step()
+        try:
+            with torch.inference_mode(), self._here():
+                self._scheduler.step()
+        finally:
+            self._steps.ring()
 
     def _sweep(self, is_enough: Callable[[], bool] = lambda: False) -> None:
         """Take slots back from what was cancelled, or failed, unless it is enough before."""
@@ -166,9 +169,12 @@ class EngineCore:
             self._lock.run(self._sweep_now, is_enough)
 
     def _sweep_now(self) -> None:
-        if self._is_open:
-            with torch.inference_mode(), self._here():
-                self._scheduler.sweep()
+        try:
+            if self._is_open:
+                with torch.inference_mode(), self._here():
+                    self._scheduler.sweep()
+        finally:
+            self._steps.ring()
 
     @contextmanager
     def _here(self) -> Iterator[None]:
@@ -204,6 +210,7 @@ class EngineCore:
 
     def _give_back(self) -> None:
         self._scheduler.close()
+        self._steps.ring()
         for name in ("decoder", "cache"):
             vars(self).pop(name, None)  # an interruption may have come in between once before
         self._has_given_back = True

@@ -30,6 +30,7 @@ class StepThread:
         self._is_there = False
         self._open: set[Call] = set()
         self._bells: WeakKeyDictionary[asyncio.AbstractEventLoop, LoopBell] = WeakKeyDictionary()
+        self._rung: set[LoopBell] = set()
 
     def follow(self, call: Call, stream: Stream, submit: Callable[[], None]) -> AsyncStream:
         """Let a call take part, and return its stream for the loop that runs here.
@@ -44,16 +45,21 @@ class StepThread:
                 "stream: no event loop is running, expected a coroutine; elsewhere use"
                 " generate(..., stream=True)"
             ) from None
-        event, still_open = asyncio.Event(), self._open
+        event, still_open, rung = asyncio.Event(), self._open, self._rung
         with self._lock:
             if loop not in self._bells:
                 self._bells[loop] = LoopBell(loop)
             bell = self._bells[loop]
 
+        is_first = True
+
         def notify() -> None:
+            nonlocal is_first
             if call.open == 0:
                 still_open.discard(call)
-            bell.ring(event)
+            bell.add(event, is_first)
+            is_first = False
+            rung.add(bell)
 
         call.notify = notify
         event.set()  # as some may be done before they begin
@@ -70,6 +76,15 @@ class StepThread:
                         self._run, "deepspeed_ext-inference", hurry=self._open.clear
                     ).start()
         return followed
+
+    def ring(self) -> None:
+        """Wake the loops of all calls that were told something: once for a step, not for each."""
+        while self._rung:
+            try:
+                bell = self._rung.pop()
+            except KeyError:  # another thread was faster
+                return
+            bell.ring()
 
     def _run(self) -> None:
         while True:
@@ -92,6 +107,7 @@ class StepThread:
         except Exception:
             for request in [each for call in followed for each in call.requests]:
                 request.fail(error)
+            self.ring()
         for call in followed:
             if call.error is not None and call.error is not error and not call.error.__cause__:
                 call.error.__cause__ = error

@@ -290,3 +290,27 @@ def test_a_template_sees_no_objects() -> None:
         deep = [deep]
     with pytest.raises(ValueError, match="is more than 64 levels deep"):
         text_of(template, [dict(USER, deep=deep)])
+
+
+ENDLESS = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
+
+
+@pytest.mark.parametrize(
+    "template, message",
+    [
+        (ENDLESS * 9, "the chat template takes over 1 s of a processor, expected one that ends"),
+        (
+            "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}"
+            "{{ f(60) }}",
+            "the chat template takes over 1 s of a processor, expected one that ends",
+        ),
+        ("{{ 9 ** 99999999 }}", "is too large"),
+        ("{{ 'a' * 10 ** 10 }}", "'a' \\* 10000000000 is too large"),
+        ("{{ 10 ** 10 * [1, 2] }}", "is too large"),
+    ],
+)
+def test_a_template_that_takes_too_long_is_stopped(template: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        text_of(template, [{"role": "user", "content": "a"}])
+    small = "{{ 2 ** 3 }}{{ '-' * 3 }}{% for i in 'ab' %}{{ loop.index }}{{ i }}{% endfor %}"
+    assert text_of(small, [{"role": "user", "content": "a"}]) == "8---1a2b"

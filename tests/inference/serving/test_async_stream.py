@@ -309,3 +309,35 @@ def test_an_engine_that_is_let_go() -> None:
             break
         threading.Event().wait(0.01)  # the thread has it for the rest of a step
     assert gone() is None
+
+
+class Letters(tiny.Bytes):
+    """Any token is a byte of some letters, most of which have several."""
+
+    def decode(self, ids: list[int]) -> str:
+        letters = "日本é!a".encode()
+        return bytes(letters[each % len(letters)] for each in ids).decode(errors="replace")
+
+
+def test_text_is_the_same_streamed_and_whole() -> None:
+    """With stop strings, which are there or not, and where it ends within a character."""
+    engine, partial = tiny.engine(tokenizer=Letters()), 0
+
+    async def streamed(**options: Any) -> str:
+        return "".join(piece.text for piece in await pieces_of(engine, [[7]], **options))
+
+    for seed in range(2):
+        for count in (1, 2, 3, 5, 8):
+            options: dict[str, Any] = dict(max_new_tokens=count, seed=seed, temperature=2.0)
+            whole = engine.generate([[7]], **options)[0]
+            assert whole.text == engine.tokenizer.decode(whole.tokens)  # type: ignore[union-attr]
+            partial += whole.text.endswith("\ufffd")
+            for stop in ((), ("never there", "\ufffd\ufffd!!!!"), ("a", "é")):
+                cuts = [at for each in stop if (at := whole.text.find(each)) >= 0]
+                expected = whole.text[: min(cuts, default=len(whole.text))]
+                asked = options | dict(stop=stop)
+                assert engine.generate([[7]], **asked)[0].text == expected
+                with engine.generate([[7]], **asked, stream=True) as pieces:
+                    assert "".join(piece.text for piece in pieces) == expected
+                assert run(streamed(**asked)) == expected
+    assert partial > 1
