@@ -120,7 +120,7 @@ def moe_permute_ref(x: Tensor, routing: Routing) -> Tensor:
     slots, rows = routing.slots.flatten(), routing.rows
     copies = x.double()[..., None, :].expand(*routing.slots.shape, x.shape[-1])
     found = copies.new_zeros(rows + 1, x.shape[-1])
-    found = found.index_copy(0, slots.where(slots >= 0, rows), copies.reshape(-1, x.shape[-1]))
+    found = found.index_copy(0, slots.where(slots >= 0, rows), copies.flatten(end_dim=-2))
     return found[:rows]
 
 
