@@ -282,6 +282,15 @@ ROWS: tuple[StepOp | FunctionalOp, ...] = (
         benchmark="quantize",
         self_checks="quantization.self_checks",
     ),
+    FunctionalOp(
+        "moe",
+        modules=("moe.assign", "moe.permute", "moe.route", "moe.routing"),
+        kernels=("moe/route", "moe/assign", "moe/permute"),
+        bits="row",
+        sanitizer="moe",
+        benchmark="moe",
+        self_checks="moe.self_checks",
+    ),
     _kv_cache("", "FloatKv"),
     _kv_cache("_int8", "Int8Kv"),
     _kv_cache("_fp8", "Fp8Kv"),
@@ -336,6 +345,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
     "scaled_masked_softmax": ("fused_softmax",),
     "scaled_upper_triangle_masked_softmax": ("fused_softmax",),
     "spatial_inference": ("fused_nhwc_bias_add",),
+    "moe": ("fused_moe",),
     "utils": (),
     **{earlier: (name,) for earlier, name in EARLIER_NAMES.items()},
 }

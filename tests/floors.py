@@ -209,6 +209,7 @@ ROOMS = {  # inside of a package, likewise; its __init__ may import all
         ("linear_ops",),
         ("quantized_linear", "skinny_linear"),
     ),
+    "ops/moe": (("routing", "self_checks"), ("assign", "permute"), ("route",)),
     "ops/norm": (("norms",), ("layer_norm", "rms_norm")),
     "ops/optimizers": (
         ("fingerprint", "l2_norm", "state_formats", "step_op"),

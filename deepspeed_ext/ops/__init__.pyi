@@ -66,6 +66,25 @@ from deepspeed_ext.ops.linear.skinny_linear import (
     skinny_linear_norm_ref as skinny_linear_norm_ref,
     skinny_linear_ref as skinny_linear_ref,
 )
+from deepspeed_ext.ops.moe.assign import (
+    moe_assign as moe_assign,
+    moe_assign_ref as moe_assign_ref,
+)
+from deepspeed_ext.ops.moe.permute import (
+    moe_permute as moe_permute,
+    moe_permute_ref as moe_permute_ref,
+    moe_unpermute as moe_unpermute,
+    moe_unpermute_ref as moe_unpermute_ref,
+)
+from deepspeed_ext.ops.moe.route import (
+    moe_route as moe_route,
+    moe_route_ref as moe_route_ref,
+)
+from deepspeed_ext.ops.moe.routing import (
+    Routing as Routing,
+    moe_load_balancing_loss as moe_load_balancing_loss,
+    moe_z_loss as moe_z_loss,
+)
 from deepspeed_ext.ops.norm.layer_norm import (
     FusedLayerNorm as FusedLayerNorm,
     layer_norm as layer_norm,

@@ -1,0 +1,277 @@
+// moe_permute and moe_unpermute on CUDA. A token is read once for all of its copies, and backward
+// reads the gradient of a token once for all of its rows; what is written goes past the cache.
+#include "moe/permute.h"
+
+#include <algorithm>
+
+#include "common/cuda/check.h"
+#include "common/cuda/rows.cuh"
+
+namespace dsx {
+
+namespace {
+
+using cuda::Floats;
+
+constexpr int kMostThreads = 256;
+constexpr int kBatch = 8;           // choices whose accesses are under way together
+constexpr unsigned kClearers = 64;  // blocks that clear the rows that are nobody's
+
+// The places of some choices of a token from number `first` on; of those beyond the last one: none.
+struct Places {
+  int64_t at[kBatch];
+
+  __device__ Places(const Slots& slots, int64_t token, int64_t first) {
+#pragma unroll
+    for (int b = 0; b < kBatch; ++b) {
+      at[b] = first + b < slots.k ? __ldg(slots.places + token * slots.k + first + b) : -1;
+    }
+  }
+};
+
+template <class Word>
+__device__ void store_streamed(Word* target, const Word& word) {
+  if constexpr (sizeof(Word) == 2) {
+    *target = word;
+  } else {
+    __stcs(target, word);
+  }
+}
+
+// Zeros in the rows that are nobody's: block number `block` of kClearers.
+template <class Word>
+__device__ void clear_rows(const Slots& slots, Word* rows, int64_t words, unsigned block) {
+  const int64_t first = ::max(0, *slots.end);
+  for (int64_t row = first + block; row < slots.rows; row += kClearers) {
+    for (int64_t i = threadIdx.x; i < words; i += blockDim.x) rows[row * words + i] = Word{};
+  }
+}
+
+constexpr int kWords = 4;  // of a thread
+
+// How rows of so many words, or vectors, are cut into parts, each of a block.
+struct Parts {
+  int64_t words;  // of a row
+  int64_t of_row;
+  int threads;
+
+  Parts(int64_t length, int per_thread) : words(length) {
+    of_row = ceil_div(words, kMostThreads * per_thread);
+    threads = int(ceil_div(ceil_div(words, of_row * per_thread), cuda::kWarp)) * cuda::kWarp;
+  }
+};
+
+template <class Word>
+__global__ void __launch_bounds__(kMostThreads)
+    permute_kernel(const __grid_constant__ Permute call, const __grid_constant__ Parts parts) {
+  Word* const out = static_cast<Word*>(call.out.data);
+  const unsigned copiers = gridDim.x - kClearers;
+  if (blockIdx.x >= copiers) {
+    return clear_rows(call.slots, out, parts.words, blockIdx.x - copiers);
+  }
+  const int64_t token = blockIdx.x / parts.of_row;
+  const int64_t first = blockIdx.x % parts.of_row * blockDim.x * kWords + threadIdx.x;
+  const Word* const source = reinterpret_cast<const Word*>(
+      static_cast<const char*>(call.x.data) + call.x.place_of(token) * bytes_of(call.x.dtype));
+  Word words[kWords];
+#pragma unroll
+  for (int v = 0; v < kWords; ++v) {
+    const int64_t i = first + v * blockDim.x;
+    words[v] = i < parts.words ? source[i] : Word{};
+  }
+  for (int64_t choice = 0; choice < call.slots.k; choice += kBatch) {
+    const Places places(call.slots, token, choice);
+#pragma unroll
+    for (int b = 0; b < kBatch; ++b) {
+      if (!call.slots.is_row(places.at[b])) continue;
+      Word* const target = out + places.at[b] * parts.words;
+#pragma unroll
+      for (int v = 0; v < kWords; ++v) {
+        const int64_t i = first + v * blockDim.x;
+        if (i < parts.words) store_streamed(target + i, words[v]);
+      }
+    }
+  }
+}
+
+template <class T>
+constexpr int kCount = std::is_same_v<T, float> ? 4 : 8;  // elements of a vector
+template <class T>
+using Vector = cuda::RowVector<T, kCount<T>>;
+
+__device__ float number_at(const Rows& numbers, int64_t i) {
+  return cuda::load<cuda::Access::single, 1>(numbers.even_row<Any>(i), 1).lanes[0];
+}
+
+// The weights of the choices of a token from number `first` on; 1 if there are none.
+struct Weights {
+  float of[kBatch];
+
+  __device__ Weights(const Rows& weights, const Slots& slots, int64_t token, int64_t first) {
+#pragma unroll
+    for (int b = 0; b < kBatch; ++b) {
+      const bool is_there = weights.is_present() && first + b < slots.k;
+      of[b] = is_there ? number_at(weights, token * slots.k + first + b) : 1.0f;
+    }
+  }
+};
+
+// A vector of each row, from element i on.
+template <class T>
+__device__ void fetch_rows(const Slots& slots, const Rows& y, const Places& places, int64_t i,
+                           int count, bool aligned, Vector<T> (&vectors)[kBatch]) {
+#pragma unroll
+  for (int b = 0; b < kBatch; ++b) {
+    if (!slots.is_row(places.at[b])) continue;
+    vectors[b] = cuda::fetch<kCount<T>>(y.row<T>(places.at[b]), i, count, aligned);
+  }
+}
+
+template <class T>
+__global__ void __launch_bounds__(kMostThreads)
+    unpermute_kernel(const __grid_constant__ Unpermute call, const __grid_constant__ Parts parts,
+                     bool aligned) {
+  const int64_t token = blockIdx.x / parts.of_row;
+  const int64_t vector = blockIdx.x % parts.of_row * blockDim.x + threadIdx.x;
+  const int64_t i = vector * kCount<T>;
+  if (vector >= parts.words) return;
+  const int count = int(::min(int64_t(kCount<T>), call.length - i));
+  Floats<kCount<T>> sum = 0.0f;
+  bool is_first = true;
+  for (int64_t choice = 0; choice < call.slots.k; choice += kBatch) {
+    const Places places(call.slots, token, choice);
+    const Weights weights(call.weights, call.slots, token, choice);
+    Vector<T> vectors[kBatch];
+    fetch_rows<T>(call.slots, call.y, places, i, count, aligned, vectors);
+#pragma unroll
+    for (int b = 0; b < kBatch; ++b) {
+      if (!call.slots.is_row(places.at[b])) continue;
+      const Floats<kCount<T>> term = floats_of(vectors[b]) * Floats<kCount<T>>(weights.of[b]);
+#pragma unroll
+      for (int lane = 0; lane < kCount<T>; ++lane) {
+        sum.lanes[lane] = is_first ? term.lanes[lane] : sum.lanes[lane] + term.lanes[lane];
+      }
+      is_first = false;
+    }
+  }
+  cuda::put<cuda::Stored::streamed>(call.out.even_row<T>(token), i, count, aligned, sum);
+}
+
+struct Block {  // that adds up over all of its threads
+  static constexpr bool kShort = false;
+};
+
+template <class T>
+__global__ void __launch_bounds__(kMostThreads)
+    unpermute_backward_kernel(const __grid_constant__ UnpermuteBackward call, bool aligned) {
+  const Slots& slots = call.slots;
+  if (blockIdx.x >= slots.tokens) {
+    const unsigned block = unsigned(blockIdx.x - slots.tokens);
+    if (call.grad_y.dtype == Dtype::float32) {
+      return clear_rows(slots, static_cast<float*>(call.grad_y.data), call.length, block);
+    }
+    return clear_rows(slots, static_cast<uint16_t*>(call.grad_y.data), call.length, block);
+  }
+  const int64_t token = blockIdx.x;
+  const Pointer<T> grad_out = call.grad_out.row<T>(token);
+  int number = 0;
+  for (int64_t choice = 0; choice < slots.k; choice += kBatch) {
+    const Places places(slots, token, choice);
+    const Weights weights(call.weights, slots, token, choice);
+    float dots[kBatch] = {};
+    for (int64_t i = int64_t(threadIdx.x) * kCount<T>; i < call.length;
+         i += int64_t(blockDim.x) * kCount<T>) {
+      const int count = int(::min(int64_t(kCount<T>), call.length - i));
+      const Vector<T> stored = cuda::fetch<kCount<T>>(grad_out, i, count, aligned);
+      Vector<T> vectors[kBatch];
+      fetch_rows<T>(slots, call.y, places, i, count, aligned, vectors);
+      const Floats<kCount<T>> grad = floats_of(stored);
+#pragma unroll
+      for (int b = 0; b < kBatch; ++b) {
+        if (!slots.is_row(places.at[b])) continue;
+        const Floats<kCount<T>> terms = grad * floats_of(vectors[b]);
+#pragma unroll
+        for (int lane = 0; lane < kCount<T>; ++lane) dots[b] += terms.lanes[lane];
+        cuda::put<cuda::Stored::streamed>(call.grad_y.even_row<T>(places.at[b]), i, count, aligned,
+                                          grad * Floats<kCount<T>>(weights.of[b]));
+      }
+    }
+    cuda::add_over_team<Block>(dots, number++);
+#pragma unroll
+    for (int b = 0; b < kBatch; ++b) {
+      if (int(threadIdx.x) != b || choice + b >= slots.k) continue;
+      const int64_t at = token * slots.k + choice + b;
+      cuda::store<cuda::Access::single>(call.grad_weights.even_row<Any>(at), Floats<1>(dots[b]), 1);
+    }
+  }
+}
+
+// Calls body with the storage type of all these rows if each of them is made of whole vectors that
+// may be accessed as such, else with Any; and whether vectors of Any may.
+template <class Body>
+void with_vectors(std::initializer_list<Rows> all, int64_t length, const Body& body) {
+  const Dtype dtype = all.begin()->dtype;
+  const bool aligned = cuda::all_aligned(all);
+  const bool same =
+      std::all_of(all.begin(), all.end(), [&](const Rows& rows) { return rows.dtype == dtype; });
+  const int64_t of_vector = 16 / bytes_of(dtype);
+  if (!same || !aligned || length % of_vector != 0) return body(Any{}, aligned);
+  with_storage_type(dtype, [&](auto storage) { body(storage, true); });
+}
+
+template <class Word>
+void launch_permute(const Permute& call, void* stream) {
+  const Parts parts(call.length * bytes_of(call.x.dtype) / int64_t(sizeof(Word)), kWords);
+  const unsigned blocks = unsigned(call.slots.tokens * parts.of_row) + kClearers;
+  permute_kernel<Word><<<blocks, parts.threads, 0, cudaStream_t(stream)>>>(call, parts);
+}
+
+}  // namespace
+
+void permute_cuda(const Permute& call, void* stream) {
+  constexpr const char* op = "moe_permute";
+  if (call.length == 0 || call.slots.rows == 0) return;
+  cuda::check(cudaPeekAtLastError(), op);  // of somebody before
+  const uint64_t bytes = uint64_t(bytes_of(call.x.dtype));
+  const uint64_t bits = uint64_t(reinterpret_cast<uintptr_t>(call.x.data)) |
+                        uint64_t(reinterpret_cast<uintptr_t>(call.out.data)) |
+                        uint64_t(call.x.pitch | call.x.group_pitch | call.length) * bytes;
+  if (bits % sizeof(uint4) == 0) {
+    launch_permute<uint4>(call, stream);
+  } else if (bits % sizeof(uint32_t) == 0) {
+    launch_permute<uint32_t>(call, stream);
+  } else {
+    launch_permute<uint16_t>(call, stream);
+  }
+  cuda::check(cudaGetLastError(), op);
+}
+
+void unpermute_cuda(const Unpermute& call, void* stream) {
+  constexpr const char* op = "moe_unpermute";
+  if (call.length == 0 || call.slots.tokens == 0) return;
+  cuda::check(cudaPeekAtLastError(), op);
+  with_vectors({call.y, call.out}, call.length, [&](auto storage, bool aligned) {
+    using T = decltype(storage);
+    const Parts parts(ceil_div(call.length, kCount<T>), 1);
+    const unsigned blocks = unsigned(call.slots.tokens * parts.of_row);
+    unpermute_kernel<T><<<blocks, parts.threads, 0, cudaStream_t(stream)>>>(call, parts, aligned);
+  });
+  cuda::check(cudaGetLastError(), op);
+}
+
+void unpermute_backward_cuda(const UnpermuteBackward& call, void* stream) {
+  constexpr const char* op = "moe_unpermute_backward";
+  cuda::check(cudaPeekAtLastError(), op);
+  const auto rows = {call.y, call.grad_out, call.grad_y};
+  with_vectors(rows, call.length, [&](auto storage, bool aligned) {
+    using T = decltype(storage);
+    const int64_t vectors = std::max<int64_t>(1, ceil_div(call.length, kCount<T>));
+    const int64_t loops = ceil_div(vectors, kMostThreads);
+    const int threads = int(ceil_div(ceil_div(vectors, loops), cuda::kWarp)) * cuda::kWarp;
+    const unsigned blocks = unsigned(call.slots.tokens) + kClearers;
+    unpermute_backward_kernel<T><<<blocks, threads, 0, cudaStream_t(stream)>>>(call, aligned);
+  });
+  cuda::check(cudaGetLastError(), op);
+}
+
+}  // namespace dsx

@@ -1,0 +1,1 @@
+"""Mixture of experts: which tokens go to which experts, there and back."""
