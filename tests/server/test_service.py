@@ -141,10 +141,10 @@ def test_a_template_that_does_not_end_holds_nobody_up() -> None:
         answered = 0
         while not asked.done():
             assert client.complete(prompt="a", max_tokens=1)["choices"]
-            answered += 1
+            answered += not asked.done()
         status, told, param = asked.result()
         assert status == 400 and param == "messages" and "takes over 1 s" in told
-        assert answered > 2
+        assert answered > 0
 
 
 def test_a_request_that_fails_does_so_alone() -> None:
