@@ -160,14 +160,18 @@ class Scheduler:
     def _begun_anew_if_interrupted(self) -> Iterator[None]:
         """Around all that changes requests: what did not come to its end is given up here."""
         was_whole, self._is_whole = self._is_whole, False
-        while self._incoming:
-            if not self._incoming[0].is_done:  # cancelled before it was seen here
-                self._waiting.append(self._incoming[0])
-            self._incoming.popleft()
+        self._let_in()
         if not was_whole:
             self._give_up()
         yield
         self._is_whole = True
+
+    def _let_in(self) -> None:
+        """Let those wait for a slot that have come since."""
+        while self._incoming:
+            if not self._incoming[0].is_done:  # cancelled before it was seen here
+                self._waiting.append(self._incoming[0])
+            self._incoming.popleft()
 
     def _give_up(self) -> None:
         """Begin anew after a step that did not end; nothing is known of what it left behind."""
@@ -199,6 +203,7 @@ class Scheduler:
                     is_one_waiting = True
             self._unwanted.popleft()
         if is_one_waiting:
+            self._let_in()  # it may have come, and been cancelled, since the step began
             self._waiting = deque(each for each in self._waiting if not each.is_done)
 
     def _admit(self) -> None:

@@ -139,7 +139,8 @@ def lines_of_bytes(codes: Tensor, bits: int, length: int, format: str, biased: b
     n = codes.shape[0]
     if bits == 4:
         beyond = -codes.shape[1] % 4
-        words = F.pad(codes, (0, beyond)).contiguous().view(torch.int32)
+        whole = F.pad(codes, (0, beyond)).contiguous()
+        words = whole.reshape(-1).view(torch.int32).view(n, whole.shape[1] // 4)
         lines = codes.new_empty((n, row_bytes(length, bits)))
         repack_weight_(words, lines, format=format, length=length)
         return lines

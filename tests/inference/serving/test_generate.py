@@ -409,3 +409,20 @@ def test_positions_that_a_model_has_not_are_refused() -> None:
     assert str(error.value) == (
         "inference: max_tokens is 129, expected at most 128, as the model has no more positions"
     )
+
+
+def test_what_comes_and_leaves_as_a_step_begins_is_not_waiting() -> None:
+    """Nobody may compute another step, which would see that it has left."""
+    engine = tiny.engine()
+    scheduler, streams = engine._scheduler, []
+    end_unwanted = scheduler._end_unwanted
+
+    def after_one_has_left() -> None:
+        if not streams:
+            streams.append(engine.generate([[5, 6]], stream=True))
+            streams[0].close()
+        end_unwanted()
+
+    scheduler._end_unwanted = after_one_has_left  # type: ignore[method-assign]
+    engine._sweep()
+    assert streams and engine.load == (0, 0)
