@@ -171,20 +171,6 @@ def test_under_autocast_nothing_is_cast(device: str) -> None:
     assert all(map(torch.equal, got, want))
 
 
-@pytest.mark.parametrize("count", [1, 3, 7])
-def test_any_thread_count(count: int, one_thread: None) -> None:
-    want = digest()
-    torch.set_num_threads(count)
-    try:
-        assert digest() == want
-    finally:
-        torch.set_num_threads(1)
-
-
-def test_every_run_on_cuda(cuda: str) -> None:
-    assert len({digest(cuda) for _ in range(5)}) == 1
-
-
 def test_two_threads(device: str) -> None:
     """On CUDA each with a stream of its own."""
     both = [leaves_of(40 + 9 * i, 264, BF16, device) for i in range(2)]
