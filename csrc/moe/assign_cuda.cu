@@ -45,7 +45,7 @@ class Choices {
 
 __global__ void __launch_bounds__(kThreads)
     count_kernel(const __grid_constant__ Assign call, const __grid_constant__ AssignTiles tiles) {
-  extern __shared__ int counts[];  // [num_experts]
+  extern __shared__ __align__(16) int counts[];  // [num_experts]
   const int experts = int(call.num_experts);
   for (int e = int(threadIdx.x); e < experts; e += kThreads) counts[e] = 0;
   __syncthreads();
@@ -127,7 +127,7 @@ __device__ void find_rows(const Assign& call, int* begins, int* ends) {
 
 __global__ void __launch_bounds__(kThreads)
     place_kernel(const __grid_constant__ Assign call, const __grid_constant__ AssignTiles tiles) {
-  extern __shared__ int shared[];
+  extern __shared__ __align__(16) int shared[];
   const int experts = int(call.num_experts), warp = int(threadIdx.x) / kLanes;
   int *begins = shared, *ends = shared + experts, *next = shared + 2 * experts;
   for (int i = int(threadIdx.x); i < kWarps * experts; i += kThreads) next[i] = 0;

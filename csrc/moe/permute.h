@@ -2,6 +2,8 @@
 // and numbers.
 #pragma once
 
+#include <algorithm>
+
 #include "common/rows.h"
 #include "common/simd/isa.h"
 

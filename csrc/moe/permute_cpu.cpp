@@ -1,32 +1,27 @@
-// moe_permute and moe_unpermute on the CPU: copies, and the choice of storage type and instruction
-// set.
+// moe_permute and moe_unpermute on the CPU: picks the storage type and the instruction set.
 #include "moe/permute.h"
 
 #include <cstring>
+
+#include "common/simd/past_cache.h"
+
+namespace dsx {
+namespace {
+
+void* bytes_of_row(const Rows& rows, int64_t i) {
+  return static_cast<char*>(rows.data) + rows.place_of(i) * bytes_of(rows.dtype);
+}
+
+}  // namespace
+}  // namespace dsx
 
 #define DSX_KERNEL_SOURCE "moe/permute_cpu.inl"
 #include "common/simd/foreach_isa.h"
 
 namespace dsx {
 
-namespace {
-
-char* bytes_of_row(const Rows& rows, int64_t i) {
-  return static_cast<char*>(rows.data) + rows.place_of(i) * bytes_of(rows.dtype);
-}
-
-}  // namespace
-
-void permute_cpu(Isa /*isa*/, const Permute& call, int64_t begin, int64_t end) {
-  const size_t bytes = size_t(call.length * bytes_of(call.x.dtype));
-  const int64_t k = call.slots.k;
-  for (int64_t token = begin; token < end; ++token) {
-    const char* source = bytes_of_row(call.x, token);
-    for (int64_t j = token * k; j < (token + 1) * k; ++j) {
-      const int64_t place = call.slots.places[j];
-      if (call.slots.is_row(place)) memcpy(bytes_of_row(call.out, place), source, bytes);
-    }
-  }
+void permute_cpu(Isa isa, const Permute& call, int64_t begin, int64_t end) {
+  DSX_DISPATCH_ISA(isa, permute_tokens(call, begin, end));
 }
 
 void unpermute_cpu(Isa isa, const Unpermute& call, int64_t begin, int64_t end) {

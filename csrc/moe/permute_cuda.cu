@@ -94,10 +94,10 @@ __global__ void __launch_bounds__(kMostThreads)
   }
 }
 
+// Elements of a vector; as many of any type, so that dots are added up in one order.
+constexpr int kCount = 8;
 template <class T>
-constexpr int kCount = std::is_same_v<T, float> ? 4 : 8;  // elements of a vector
-template <class T>
-using Vector = cuda::RowVector<T, kCount<T>>;
+using Vector = cuda::RowVector<T, kCount>;
 
 __device__ float number_at(const Rows& numbers, int64_t i) {
   return cuda::load<cuda::Access::single, 1>(numbers.even_row<Any>(i), 1).lanes[0];
@@ -123,7 +123,7 @@ __device__ void fetch_rows(const Slots& slots, const Rows& y, const Places& plac
 #pragma unroll
   for (int b = 0; b < kBatch; ++b) {
     if (!slots.is_row(places.at[b])) continue;
-    vectors[b] = cuda::fetch<kCount<T>>(y.row<T>(places.at[b]), i, count, aligned);
+    vectors[b] = cuda::fetch<kCount>(y.row<T>(places.at[b]), i, count, aligned);
   }
 }
 
@@ -133,10 +133,10 @@ __global__ void __launch_bounds__(kMostThreads)
                      bool aligned) {
   const int64_t token = blockIdx.x / parts.of_row;
   const int64_t vector = blockIdx.x % parts.of_row * blockDim.x + threadIdx.x;
-  const int64_t i = vector * kCount<T>;
+  const int64_t i = vector * kCount;
   if (vector >= parts.words) return;
-  const int count = int(::min(int64_t(kCount<T>), call.length - i));
-  Floats<kCount<T>> sum = 0.0f;
+  const int count = int(::min(int64_t(kCount), call.length - i));
+  Floats<kCount> sum = 0.0f;
   bool is_first = true;
   for (int64_t choice = 0; choice < call.slots.k; choice += kBatch) {
     const Places places(call.slots, token, choice);
@@ -146,9 +146,9 @@ __global__ void __launch_bounds__(kMostThreads)
 #pragma unroll
     for (int b = 0; b < kBatch; ++b) {
       if (!call.slots.is_row(places.at[b])) continue;
-      const Floats<kCount<T>> term = floats_of(vectors[b]) * Floats<kCount<T>>(weights.of[b]);
+      const Floats<kCount> term = floats_of(vectors[b]) * Floats<kCount>(weights.of[b]);
 #pragma unroll
-      for (int lane = 0; lane < kCount<T>; ++lane) {
+      for (int lane = 0; lane < kCount; ++lane) {
         sum.lanes[lane] = is_first ? term.lanes[lane] : sum.lanes[lane] + term.lanes[lane];
       }
       is_first = false;
@@ -179,21 +179,21 @@ __global__ void __launch_bounds__(kMostThreads)
     const Places places(slots, token, choice);
     const Weights weights(call.weights, slots, token, choice);
     float dots[kBatch] = {};
-    for (int64_t i = int64_t(threadIdx.x) * kCount<T>; i < call.length;
-         i += int64_t(blockDim.x) * kCount<T>) {
-      const int count = int(::min(int64_t(kCount<T>), call.length - i));
-      const Vector<T> stored = cuda::fetch<kCount<T>>(grad_out, i, count, aligned);
+    for (int64_t i = int64_t(threadIdx.x) * kCount; i < call.length;
+         i += int64_t(blockDim.x) * kCount) {
+      const int count = int(::min(int64_t(kCount), call.length - i));
+      const Vector<T> stored = cuda::fetch<kCount>(grad_out, i, count, aligned);
       Vector<T> vectors[kBatch];
       fetch_rows<T>(slots, call.y, places, i, count, aligned, vectors);
-      const Floats<kCount<T>> grad = floats_of(stored);
+      const Floats<kCount> grad = floats_of(stored);
 #pragma unroll
       for (int b = 0; b < kBatch; ++b) {
         if (!slots.is_row(places.at[b])) continue;
-        const Floats<kCount<T>> terms = grad * floats_of(vectors[b]);
+        const Floats<kCount> terms = grad * floats_of(vectors[b]);
 #pragma unroll
-        for (int lane = 0; lane < kCount<T>; ++lane) dots[b] += terms.lanes[lane];
+        for (int lane = 0; lane < kCount; ++lane) dots[b] += terms.lanes[lane];
         cuda::put<cuda::Stored::streamed>(call.grad_y.even_row<T>(places.at[b]), i, count, aligned,
-                                          grad * Floats<kCount<T>>(weights.of[b]));
+                                          grad * Floats<kCount>(weights.of[b]));
       }
     }
     cuda::add_over_team<Block>(dots, number++);
@@ -214,8 +214,7 @@ void with_vectors(std::initializer_list<Rows> all, int64_t length, const Body& b
   const bool aligned = cuda::all_aligned(all);
   const bool same =
       std::all_of(all.begin(), all.end(), [&](const Rows& rows) { return rows.dtype == dtype; });
-  const int64_t of_vector = 16 / bytes_of(dtype);
-  if (!same || !aligned || length % of_vector != 0) return body(Any{}, aligned);
+  if (!same || !aligned || length % kCount != 0) return body(Any{}, aligned);
   with_storage_type(dtype, [&](auto storage) { body(storage, true); });
 }
 
@@ -252,7 +251,7 @@ void unpermute_cuda(const Unpermute& call, void* stream) {
   cuda::check(cudaPeekAtLastError(), op);
   with_vectors({call.y, call.out}, call.length, [&](auto storage, bool aligned) {
     using T = decltype(storage);
-    const Parts parts(ceil_div(call.length, kCount<T>), 1);
+    const Parts parts(ceil_div(call.length, kCount), 1);
     const unsigned blocks = unsigned(call.slots.tokens * parts.of_row);
     unpermute_kernel<T><<<blocks, parts.threads, 0, cudaStream_t(stream)>>>(call, parts, aligned);
   });
@@ -265,7 +264,7 @@ void unpermute_backward_cuda(const UnpermuteBackward& call, void* stream) {
   const auto rows = {call.y, call.grad_out, call.grad_y};
   with_vectors(rows, call.length, [&](auto storage, bool aligned) {
     using T = decltype(storage);
-    const int64_t vectors = std::max<int64_t>(1, ceil_div(call.length, kCount<T>));
+    const int64_t vectors = std::max<int64_t>(1, ceil_div(call.length, kCount));
     const int64_t loops = ceil_div(vectors, kMostThreads);
     const int threads = int(ceil_div(ceil_div(vectors, loops), cuda::kWarp)) * cuda::kWarp;
     const unsigned blocks = unsigned(call.slots.tokens) + kClearers;

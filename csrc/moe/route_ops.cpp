@@ -95,7 +95,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> moe_route(const Tensor& logits,
   call.probability_sums = floats_of(probability_sums);
   call.z_sum = floats_of(z_sum);
   run(call, view.device_index);
-  return {std::move(experts), std::move(weights), std::move(probability_sums), std::move(z_sum)};
+  return {std::move(weights), std::move(experts), std::move(probability_sums), std::move(z_sum)};
 }
 
 // Gradients in float32, contiguous; null if there are none. `kept` is what holds them.

@@ -168,6 +168,8 @@ FORMULAS = {
 # That have tests of their own for all of this: what has more rows than they take is not theirs.
 WITHOUT_CASE = {
     *(f"deepspeed_ext::{op}" for op in ("quantize", "dequantize", "fake_quantize")),
+    *(f"deepspeed_ext::moe_{op}" for op in ("route", "route_backward", "assign", "permute")),
+    *(f"deepspeed_ext::moe_{op}" for op in ("unpermute", "unpermute_backward")),
     "deepspeed_ext::skinny_linear",
     "deepspeed_ext::skinny_linear_norm",
     *(

@@ -25,7 +25,7 @@ _backward_op = define(
 def _fake(logits: Tensor, bias: Tensor | None, *, k: int, **options: Any) -> tuple[Tensor, ...]:
     experts = logits.new_empty((*logits.shape[:-1], k), dtype=torch.int64)
     weights = torch.empty_like(experts, dtype=torch.float32)
-    return experts, weights, weights.new_empty(logits.shape[-1:]), weights.new_empty(())
+    return weights, experts, weights.new_empty(logits.shape[-1:]), weights.new_empty(())
 
 
 def _save(
@@ -34,18 +34,20 @@ def _save(
     keyword_only_inputs: Mapping[str, Any],
     output: tuple[Tensor, ...],
 ) -> None:
-    ctx.mark_non_differentiable(output[0])
-    ctx.save_for_backward(inputs[0], output[0])
+    ctx.mark_non_differentiable(output[1])
+    ctx.save_for_backward(inputs[0], output[1])
     ctx.options = {name: keyword_only_inputs[name] for name in ("score", "normalize", "scale")}
 
 
-def _backward(ctx: Any, _: None, *grads: Tensor | None) -> tuple[Tensor, None]:
-    return _backward_op(*ctx.saved_tensors, *grads, **ctx.options), None
+def _backward(
+    ctx: Any, grad_weights: Tensor | None, _: None, *grads: Tensor | None
+) -> tuple[Tensor, None]:
+    return _backward_op(*ctx.saved_tensors, grad_weights, *grads, **ctx.options), None
 
 
 _op = define(
     f"moe_route(Tensor logits, Tensor? bias, *, int k, {_OPTIONS}, int groups, int topk_groups)"
-    " -> (Tensor experts, Tensor weights, Tensor probability_sums, Tensor z_sum)",
+    " -> (Tensor weights, Tensor experts, Tensor probability_sums, Tensor z_sum)",
     LIBRARIES,
     fake=_fake,
     backward=_backward,
@@ -109,7 +111,7 @@ def moe_route(
         )
     if type(scale) is not float:
         check_numbers("moe_route", scale=scale)
-    experts, weights, probability_sums, z_sum = _op(
+    weights, experts, probability_sums, z_sum = _op(
         logits,
         bias,
         k=k,

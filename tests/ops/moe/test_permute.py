@@ -200,3 +200,24 @@ def test_slots_on_cuda_that_are_no_rows(cuda: str) -> None:
     far = routing._replace(offsets=torch.full_like(routing.offsets, -5))
     assert moe_permute(make((20, 64), F32, 0, cuda), far).shape == (40, 64)
     torch.cuda.synchronize()
+
+
+@pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
+@pytest.mark.parametrize("n", [4096, 4101])
+def test_large(n: int, dtype: torch.dtype, device: str) -> None:
+    """Of more bytes than go through the cache, also from an odd address."""
+    routing = routed(500, 16, 8, device)
+    room = make((500 * n + 1,), dtype, 0, device)
+    for x in (room[:-1].view(500, n), room[1:].view(500, n)):
+        rows = moe_permute(x, routing)
+        place = routing.slots.flatten()
+        token = torch.arange(500, device=device).repeat_interleave(8)
+        assert torch.equal(rows[place[place >= 0]], x[token[place >= 0]])
+        assert (rows[int(routing.offsets[-1]) :] == 0).all()
+        weights = routing.weights.detach().requires_grad_()
+        leaf = rows.detach().requires_grad_()
+        grads = torch.autograd.grad(moe_unpermute(leaf, routing, weights), [leaf, weights], x)
+        scaled = (x[token].float() * routing.weights.flatten()[:, None]).to(dtype)
+        assert torch.equal(grads[0][place[place >= 0]], scaled[place >= 0])
+        squares = x.double().square().sum(-1, keepdim=True).where(routing.slots >= 0, 0)
+        torch.testing.assert_close(grads[1].double(), squares, rtol=1e-5, atol=0)
