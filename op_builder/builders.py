@@ -11,11 +11,11 @@ _ACRONYMS = {"cpu": "CPU", "io": "IO", "ltd": "LTD", "sgd": "SGD"}
 _IRREGULAR = {
     "transformer_inference": "InferenceBuilder",
     "layernorm": "LayerNormBuilder",
+    "moe": "MOEBuilder",
     "scaled_upper_triangle_masked_softmax": "ScaledUpperTrainglemaskedSoftmaxBuilder",  # theirs
 }
 # Builders of older libraries that are not here yet, by the op that each comes with.
 COMING = {
-    "MOEBuilder": "moe",
     "MultiHeadAttnBuilder": "transformer",
     "RandomLTDBuilder": "random_ltd",
     "SparseAttnBuilder": "sparse_attn",

@@ -26,6 +26,7 @@ OLDER: dict[str, tuple[str, ...]] = {
     ),
     "InferenceBuilder": (),
     "LayerNormBuilder": ("forward_affine", "backward_affine"),
+    "MOEBuilder": (),
     "QuantizerBuilder": ("ds_quantizer",),
     "ScaledMaskedSoftmaxBuilder": ("forward", "backward", "get_batch_per_block"),
     "ScaledUpperTrainglemaskedSoftmaxBuilder": ("forward", "backward"),
@@ -33,7 +34,6 @@ OLDER: dict[str, tuple[str, ...]] = {
     "UtilsBuilder": ("flatten", "unflatten"),
 }
 COMING = {
-    "MOEBuilder": "moe",
     "MultiHeadAttnBuilder": "transformer",
     "RandomLTDBuilder": "random_ltd",
     "SparseAttnBuilder": "sparse_attn",

@@ -88,9 +88,22 @@ def others() -> None:
     raw.rms_norm.residual(gate, x, vector, vector, vector, **options, needs_sum=True)
 
 
+def experts() -> None:
+    """Call what moves tokens to their experts, with a choice that no small change changes."""
+    logits = torch.linspace(-1, 1, 24)[torch.arange(24) * 7 % 24].view(6, 4).requires_grad_()
+    x = torch.randn(6, 5, requires_grad=True)
+    for score in ("softmax", "sigmoid"):
+        options: dict[str, Any] = dict(score=score, normalize=True, bias=torch.zeros(4))
+        routing = ops.moe_route(logits, 2, **options, capacity=2, keep="random")
+        out = ops.moe_unpermute(ops.moe_permute(x, routing), routing)
+        loss = ops.moe_load_balancing_loss(routing) + ops.moe_z_loss(routing)
+        (out.sum() + loss).backward()
+
+
 def make_all() -> None:
     """Call all of these."""
     others()
+    experts()
     for bits in (4, 8):
         linear(bits)
     for dtype in (F32, torch.int8, torch.float8_e4m3fn):
