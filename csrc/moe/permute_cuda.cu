@@ -3,6 +3,7 @@
 #include "moe/permute.h"
 
 #include <algorithm>
+#include <type_traits>
 
 #include "common/cuda/check.h"
 #include "common/cuda/rows.cuh"
@@ -14,10 +15,19 @@ namespace {
 using cuda::Floats;
 
 constexpr int kMostThreads = 256;
-constexpr int kBatch = 8;           // choices whose accesses are under way together
+constexpr int kTogether = 8;        // accesses of a thread that are under way together
 constexpr unsigned kClearers = 64;  // blocks that clear the rows that are nobody's
 
+// Calls body with how many choices of a token are worked on together, as a constant.
+template <class Body>
+void with_batch(int64_t k, const Body& body) {
+  if (k <= 2) return body(std::integral_constant<int, 2>());
+  if (k <= 4) return body(std::integral_constant<int, 4>());
+  body(std::integral_constant<int, 8>());
+}
+
 // The places of some choices of a token from number `first` on; of those beyond the last one: none.
+template <int kBatch>
 struct Places {
   int64_t at[kBatch];
 
@@ -79,10 +89,10 @@ __global__ void __launch_bounds__(kMostThreads)
     const int64_t i = first + v * blockDim.x;
     words[v] = i < parts.words ? source[i] : Word{};
   }
-  for (int64_t choice = 0; choice < call.slots.k; choice += kBatch) {
-    const Places places(call.slots, token, choice);
+  for (int64_t choice = 0; choice < call.slots.k; choice += kTogether) {
+    const Places<kTogether> places(call.slots, token, choice);
 #pragma unroll
-    for (int b = 0; b < kBatch; ++b) {
+    for (int b = 0; b < kTogether; ++b) {
       if (!call.slots.is_row(places.at[b])) continue;
       Word* const target = out + places.at[b] * parts.words;
 #pragma unroll
@@ -100,10 +110,12 @@ template <class T>
 using Vector = cuda::RowVector<T, kCount>;
 
 __device__ float number_at(const Rows& numbers, int64_t i) {
+  if (numbers.dtype == Dtype::float32) return __ldg(static_cast<const float*>(numbers.data) + i);
   return cuda::load<cuda::Access::single, 1>(numbers.even_row<Any>(i), 1).lanes[0];
 }
 
 // The weights of the choices of a token from number `first` on; 1 if there are none.
+template <int kBatch>
 struct Weights {
   float of[kBatch];
 
@@ -117,9 +129,9 @@ struct Weights {
 };
 
 // A vector of each row, from element i on.
-template <class T>
-__device__ void fetch_rows(const Slots& slots, const Rows& y, const Places& places, int64_t i,
-                           int count, bool aligned, Vector<T> (&vectors)[kBatch]) {
+template <class T, int kBatch>
+__device__ void fetch_rows(const Slots& slots, const Rows& y, const Places<kBatch>& places,
+                           int64_t i, int count, bool aligned, Vector<T> (&vectors)[kBatch]) {
 #pragma unroll
   for (int b = 0; b < kBatch; ++b) {
     if (!slots.is_row(places.at[b])) continue;
@@ -127,43 +139,61 @@ __device__ void fetch_rows(const Slots& slots, const Rows& y, const Places& plac
   }
 }
 
-template <class T>
+// How many of the elements from number i on there are in a vector; 0 beyond the row.
+__device__ int count_at(int64_t i, int64_t length) {
+  return int(::max(int64_t(0), ::min(int64_t(kCount), length - i)));
+}
+
+template <class T, int kBatch>
 __global__ void __launch_bounds__(kMostThreads)
     unpermute_kernel(const __grid_constant__ Unpermute call, const __grid_constant__ Parts parts,
                      bool aligned) {
+  constexpr int kVectors = kTogether / kBatch;
   const int64_t token = blockIdx.x / parts.of_row;
-  const int64_t vector = blockIdx.x % parts.of_row * blockDim.x + threadIdx.x;
-  const int64_t i = vector * kCount;
-  if (vector >= parts.words) return;
-  const int count = int(::min(int64_t(kCount), call.length - i));
-  Floats<kCount> sum = 0.0f;
+  const int64_t first = blockIdx.x % parts.of_row * blockDim.x * kVectors + threadIdx.x;
+  const auto element = [&](int v) { return (first + v * blockDim.x) * kCount; };
+  Floats<kCount> sums[kVectors];
+#pragma unroll
+  for (int v = 0; v < kVectors; ++v) sums[v] = 0.0f;
   bool is_first = true;
   for (int64_t choice = 0; choice < call.slots.k; choice += kBatch) {
-    const Places places(call.slots, token, choice);
-    const Weights weights(call.weights, call.slots, token, choice);
-    Vector<T> vectors[kBatch];
-    fetch_rows<T>(call.slots, call.y, places, i, count, aligned, vectors);
+    const Places<kBatch> places(call.slots, token, choice);
+    const Weights<kBatch> weights(call.weights, call.slots, token, choice);
+    Vector<T> vectors[kVectors][kBatch];
+#pragma unroll
+    for (int v = 0; v < kVectors; ++v) {
+      const int count = count_at(element(v), call.length);
+      if (count == 0) continue;
+      fetch_rows<T>(call.slots, call.y, places, element(v), count, aligned, vectors[v]);
+    }
 #pragma unroll
     for (int b = 0; b < kBatch; ++b) {
       if (!call.slots.is_row(places.at[b])) continue;
-      const Floats<kCount> term = floats_of(vectors[b]) * Floats<kCount>(weights.of[b]);
 #pragma unroll
-      for (int lane = 0; lane < kCount; ++lane) {
-        sum.lanes[lane] = is_first ? term.lanes[lane] : sum.lanes[lane] + term.lanes[lane];
+      for (int v = 0; v < kVectors; ++v) {
+        const Floats<kCount> term = floats_of(vectors[v][b]) * Floats<kCount>(weights.of[b]);
+        sums[v] = is_first ? term : sums[v] + term;
       }
       is_first = false;
     }
   }
-  cuda::put<cuda::Stored::streamed>(call.out.even_row<T>(token), i, count, aligned, sum);
+#pragma unroll
+  for (int v = 0; v < kVectors; ++v) {
+    const int count = count_at(element(v), call.length);
+    if (count == 0) continue;
+    cuda::put<cuda::Stored::streamed>(call.out.even_row<T>(token), element(v), count, aligned,
+                                      sums[v]);
+  }
 }
 
 struct Block {  // that adds up over all of its threads
   static constexpr bool kShort = false;
 };
 
-template <class T>
+template <class T, int kBatch>
 __global__ void __launch_bounds__(kMostThreads)
     unpermute_backward_kernel(const __grid_constant__ UnpermuteBackward call, bool aligned) {
+  constexpr int kVectors = kTogether / kBatch;
   const Slots& slots = call.slots;
   if (blockIdx.x >= slots.tokens) {
     const unsigned block = unsigned(blockIdx.x - slots.tokens);
@@ -174,26 +204,35 @@ __global__ void __launch_bounds__(kMostThreads)
   }
   const int64_t token = blockIdx.x;
   const Pointer<T> grad_out = call.grad_out.row<T>(token);
+  const int64_t stride = int64_t(blockDim.x) * kCount;
   int number = 0;
   for (int64_t choice = 0; choice < slots.k; choice += kBatch) {
-    const Places places(slots, token, choice);
-    const Weights weights(call.weights, slots, token, choice);
+    const Places<kBatch> places(slots, token, choice);
+    const Weights<kBatch> weights(call.weights, slots, token, choice);
     float dots[kBatch] = {};
-    for (int64_t i = int64_t(threadIdx.x) * kCount; i < call.length;
-         i += int64_t(blockDim.x) * kCount) {
-      const int count = int(::min(int64_t(kCount), call.length - i));
-      const Vector<T> stored = cuda::fetch<kCount>(grad_out, i, count, aligned);
-      Vector<T> vectors[kBatch];
-      fetch_rows<T>(slots, call.y, places, i, count, aligned, vectors);
-      const Floats<kCount> grad = floats_of(stored);
+    for (int64_t i = int64_t(threadIdx.x) * kCount; i < call.length; i += kVectors * stride) {
+      Vector<T> grads[kVectors], vectors[kVectors][kBatch];
 #pragma unroll
-      for (int b = 0; b < kBatch; ++b) {
-        if (!slots.is_row(places.at[b])) continue;
-        const Floats<kCount> terms = grad * floats_of(vectors[b]);
+      for (int v = 0; v < kVectors; ++v) {
+        const int count = count_at(i + v * stride, call.length);
+        if (count == 0) continue;
+        grads[v] = cuda::fetch<kCount>(grad_out, i + v * stride, count, aligned);
+        fetch_rows<T>(slots, call.y, places, i + v * stride, count, aligned, vectors[v]);
+      }
 #pragma unroll
-        for (int lane = 0; lane < kCount; ++lane) dots[b] += terms.lanes[lane];
-        cuda::put<cuda::Stored::streamed>(call.grad_y.even_row<T>(places.at[b]), i, count, aligned,
-                                          grad * Floats<kCount>(weights.of[b]));
+      for (int v = 0; v < kVectors; ++v) {
+        const int count = count_at(i + v * stride, call.length);
+        if (count == 0) continue;
+        const Floats<kCount> grad = floats_of(grads[v]);
+#pragma unroll
+        for (int b = 0; b < kBatch; ++b) {
+          if (!slots.is_row(places.at[b])) continue;
+          const Floats<kCount> terms = grad * floats_of(vectors[v][b]);
+#pragma unroll
+          for (int lane = 0; lane < kCount; ++lane) dots[b] += terms.lanes[lane];
+          cuda::put<cuda::Stored::streamed>(call.grad_y.even_row<T>(places.at[b]), i + v * stride,
+                                            count, aligned, grad * Floats<kCount>(weights.of[b]));
+        }
       }
     }
     cuda::add_over_team<Block>(dots, number++);
@@ -250,10 +289,13 @@ void unpermute_cuda(const Unpermute& call, void* stream) {
   if (call.length == 0 || call.slots.tokens == 0) return;
   cuda::check(cudaPeekAtLastError(), op);
   with_vectors({call.y, call.out}, call.length, [&](auto storage, bool aligned) {
-    using T = decltype(storage);
-    const Parts parts(ceil_div(call.length, kCount), 1);
-    const unsigned blocks = unsigned(call.slots.tokens * parts.of_row);
-    unpermute_kernel<T><<<blocks, parts.threads, 0, cudaStream_t(stream)>>>(call, parts, aligned);
+    with_batch(call.slots.k, [&](auto batch) {
+      using T = decltype(storage);
+      const Parts parts(ceil_div(call.length, kCount), kTogether / batch());
+      const unsigned blocks = unsigned(call.slots.tokens * parts.of_row);
+      unpermute_kernel<T, batch()>
+          <<<blocks, parts.threads, 0, cudaStream_t(stream)>>>(call, parts, aligned);
+    });
   });
   cuda::check(cudaGetLastError(), op);
 }
@@ -263,12 +305,13 @@ void unpermute_backward_cuda(const UnpermuteBackward& call, void* stream) {
   cuda::check(cudaPeekAtLastError(), op);
   const auto rows = {call.y, call.grad_out, call.grad_y};
   with_vectors(rows, call.length, [&](auto storage, bool aligned) {
-    using T = decltype(storage);
-    const int64_t vectors = std::max<int64_t>(1, ceil_div(call.length, kCount));
-    const int64_t loops = ceil_div(vectors, kMostThreads);
-    const int threads = int(ceil_div(ceil_div(vectors, loops), cuda::kWarp)) * cuda::kWarp;
-    const unsigned blocks = unsigned(call.slots.tokens) + kClearers;
-    unpermute_backward_kernel<T><<<blocks, threads, 0, cudaStream_t(stream)>>>(call, aligned);
+    with_batch(call.slots.k, [&](auto batch) {
+      using T = decltype(storage);
+      const Parts parts(std::max<int64_t>(1, ceil_div(call.length, kCount)), kTogether / batch());
+      const unsigned blocks = unsigned(call.slots.tokens) + kClearers;
+      unpermute_backward_kernel<T, batch()>
+          <<<blocks, parts.threads, 0, cudaStream_t(stream)>>>(call, aligned);
+    });
   });
   cuda::check(cudaGetLastError(), op);
 }
