@@ -73,6 +73,7 @@ class Scheduler:
         self._unwanted: deque[Request] = deque()  # likewise
         self._waiting: deque[Request] = deque()
         self._is_whole = True  # but for a step that was interrupted
+        self._is_closed = False
         self._begin()
 
     def _begin(self) -> None:
@@ -112,6 +113,8 @@ class Scheduler:
     def submit(self, requests: Iterable[Request]) -> None:
         """Let requests take part from the next step on, in their order."""
         self._incoming.extend(request for request in requests if not request.is_done)
+        if self._is_closed:  # meanwhile: no step will come
+            self._refuse_incoming()
 
     def cancel(self, request: Request) -> None:
         """Let a request end as it is, as soon as there is time for it: at `sweep`."""
@@ -137,16 +140,29 @@ class Scheduler:
 
     def close(self) -> None:
         """Let everything that is not done fail, and go of what computes."""
+        self._is_closed = True
         while self._unwanted:
             self._end(self._unwanted.popleft())
-        for request in [*self._incoming, *self._waiting, *self._table.requests.values()]:
-            request.fail(
-                f"generate: prompt {request.prompt.number} was given up, as the engine was closed"
-            )
+        self._refuse_incoming()
+        for request in [*self._waiting, *self._table.requests.values()]:
+            self._refuse(request)
             request.prompt.hidden = None
         self._unread.clear()
         for name in ("_runner", "_cache"):
             vars(self).pop(name, None)  # an interruption may have come in between once before
+
+    def _refuse_incoming(self) -> None:
+        while self._incoming:
+            try:
+                self._refuse(self._incoming.popleft())
+            except IndexError:  # another thread was faster
+                return
+
+    @staticmethod
+    def _refuse(request: Request) -> None:
+        request.fail(
+            f"generate: prompt {request.prompt.number} was given up, as the engine was closed"
+        )
 
     @staticmethod
     def _end(request: Request) -> None:

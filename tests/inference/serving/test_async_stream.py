@@ -14,6 +14,7 @@ import tiny
 from deepspeed_ext.inference.execution.runner import ModelRunner
 from deepspeed_ext.inference.requests.stream import Piece
 from deepspeed_ext.inference.serving.engine import InferenceEngine
+from deepspeed_ext.threads import AwaitedThread
 
 OPTIONS: dict[str, Any] = dict(max_new_tokens=20, temperature=1.0, seed=3)
 
@@ -279,6 +280,53 @@ def test_what_is_refused_at_once() -> None:
 
     run(ask())
     tiny.check_all_is_free(engine)
+
+
+def test_a_thread_that_cannot_be_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For want of threads, or as a signal comes when it has begun: the next call has another."""
+    engine, real = tiny.engine(max_batch=2), AwaitedThread.start
+    expected = engine.generate([[1], [2]], **OPTIONS)
+
+    def none_left(thread: AwaitedThread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    def interrupted(thread: AwaitedThread) -> None:
+        real(thread)
+        raise KeyError("of a signal handler")
+
+    async def ask() -> None:
+        for start in (none_left, interrupted) * 2:
+            with monkeypatch.context() as patch:
+                patch.setattr(AwaitedThread, "start", start)
+                for _ in range(3):
+                    with pytest.raises((RuntimeError, KeyError), match=r"can't start|of a sig"):
+                        engine.stream([[1], [2]], **OPTIONS)
+            assert engine.load == (0, 0)
+            found = await asyncio.wait_for(pieces_of(engine, [[1], [2]], **OPTIONS), 60)
+            for one in expected:
+                assert joined(p.tokens for p in found if p.prompt == one.prompt) == one.tokens
+            await until_free(engine)
+
+    run(ask())
+
+
+def test_an_engine_that_is_closed_while_a_call_begins() -> None:
+    """As another thread may do: no step will come, and the call hears of it."""
+
+    class Closes(tiny.Bytes):
+        def encode(self, text: str) -> list[int]:
+            engine.close()
+            return super().encode(text)
+
+    engine = tiny.engine(tokenizer=Closes())
+
+    async def ask() -> None:
+        with pytest.raises(RuntimeError, match="was given up, as the engine was closed"):
+            await asyncio.wait_for(pieces_of(engine, "Hello"), 60)
+        while steppers():
+            await asyncio.sleep(0.001)
+
+    run(ask())
 
 
 def test_a_loop_that_ends_early_and_another_one() -> None:
