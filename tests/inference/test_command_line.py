@@ -152,6 +152,23 @@ def test_errors_are_one_sentence(
     assert error.startswith(text) and error.count("\n") == 1, error
 
 
+@pytest.mark.parametrize(
+    "given",
+    [
+        *(["--host", "a"], ["--port", "0"], ["--api-key", "a"], ["--served-name", "a"]),
+        *(["--grace", "1"], ["--max-batch", "1"], ["--allow-origin", "a"]),
+    ],
+    ids=lambda given: given[0],
+)
+def test_options_of_the_server_without_it(
+    given: list[str], folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """They would do nothing: a key, for one, would not be asked for."""
+    assert command_line.main([str(folder), "--prompt", "abc", *given]) == 2
+    told = f"inference: {given[0]} is given without --serve, expected both, or none\n"
+    assert capsys.readouterr() == ("", told)
+
+
 def test_no_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert command_line.main([str(tmp_path / "none"), "--prompt", "abc"]) == 2
     assert "nothing is downloaded" in capsys.readouterr().err
