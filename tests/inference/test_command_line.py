@@ -75,7 +75,7 @@ def test_tokenizers_of_the_package_may_be_given(folder: Path) -> None:
 def test_prompts_that_are_no_text(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """As Python makes them of bytes that are no UTF-8."""
     assert command_line.main([str(folder), "--prompt", "a\udcff"]) == 2
-    text = r"inference: generate: the prompt has '\udcff', expected whole characters"
+    text = r"inference: encode: the text has '\udcff', expected whole characters"
     assert capsys.readouterr().err == text + "\n"
 
 

@@ -91,18 +91,19 @@ class Scheduler:
             ValueError: it does not.
         """
         prompt, new = request.prompt, request.max_new_tokens
+        has = f"{prompt.called} has {len(prompt.tokens)} tokens"
+        together = ""
+        if prompt.op == "generate":  # the only one in which there may be more
+            has, together = f"{has} and max_new_tokens is {new}", " together"
         if len(prompt.tokens) + new > max_tokens:
             raise ValueError(
-                f"generate: prompt {prompt.number} has {len(prompt.tokens)} tokens and"
-                f" max_new_tokens is {new}, expected at most {max_tokens} together, the max_tokens"
-                " of the engine"
+                f"{has}, expected at most {max_tokens}{together}, the max_tokens of the engine"
             )
         pages = prompt.shared_pages + request.own_pages
         if pages > self._pages:
             raise ValueError(
-                f"generate: prompt {prompt.number} has {len(prompt.tokens)} tokens and"
-                f" max_new_tokens is {new}, which is {pages} pages of {PAGE}, expected at most"
-                f" {self._pages}, the pages of the engine"
+                f"{has}, which is {pages} pages of {PAGE}, expected at most {self._pages}, the"
+                " pages of the engine"
             )
 
     @property
@@ -160,9 +161,7 @@ class Scheduler:
 
     @staticmethod
     def _refuse(request: Request) -> None:
-        request.fail(
-            f"generate: prompt {request.prompt.number} was given up, as the engine was closed"
-        )
+        request.fail(f"{request.prompt.called} was given up, as the engine was closed")
 
     @staticmethod
     def _end(request: Request) -> None:
@@ -190,8 +189,8 @@ class Scheduler:
         active = list(self._table.requests.values())
         for request in active:
             request.fail(
-                f"generate: prompt {request.prompt.number} was given up, as a step that it was part"
-                " of was interrupted, or failed for the caller that took it"
+                f"{request.prompt.called} was given up, as a step that it was part of was"
+                " interrupted, or failed for the caller that took it"
             )
             request.prompt.slots.clear()
             request.prompt.hidden = None
