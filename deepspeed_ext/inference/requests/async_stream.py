@@ -117,7 +117,11 @@ class AsyncStream(AsyncIterator[Piece]):
         return self._stream.completions()
 
     def cancel(self, which: int) -> None:
-        """End one of the completions as it is; the others go on."""
+        """End one of the completions as it is; the others go on.
+
+        Raises:
+            TypeError, ValueError: there is none of this number.
+        """
         self._stream.cancel(which)
 
     def close(self) -> None:

@@ -116,12 +116,14 @@ class EngineCore:
         call = Call()
         for i, (tokens, asked) in enumerate(zip(prompts, options, strict=True)):
             wanted = with_room(asked, self._scheduler.room_behind(len(tokens), self.max_tokens))
-            unknown = [token for token, _ in wanted.biases if token >= self._vocabulary]
-            if unknown:
-                raise ValueError(
-                    f"generate: logit_bias has token {unknown[0]}, expected 0 to"
-                    f" {self._vocabulary - 1}"
-                )
+            biased = [token for token, _ in wanted.biases]
+            for name, some in (("logit_bias", biased), ("stop_tokens", wanted.stop_tokens or ())):
+                unknown = [token for token in some if token >= self._vocabulary]
+                if unknown:
+                    raise ValueError(
+                        f"generate: {name} has token {unknown[0]}, expected 0 to"
+                        f" {self._vocabulary - 1}"
+                    )
             if wanted.stop and self.tokenizer is None:
                 raise ValueError(
                     f"generate: stop is {wanted.stop}, expected none, as the engine has no"

@@ -328,7 +328,9 @@ def test_refused_of_other_families(why: str) -> None:
 
 def test_tables_that_ask_for_what_there_is_not() -> None:
     refuse(_LLAMA, replace(LLAMA, position="sinus"), "position is 'sinus', expected one of rotary")
-    refuse(_LLAMA, replace(LLAMA, norm_place=Key("rms_norm_eps")), "rms_norm_eps is 1e-06, expected")
+    refuse(
+        _LLAMA, replace(LLAMA, norm_place=Key("rms_norm_eps")), "rms_norm_eps is 1e-06, expected"
+    )
     side_by_side = replace(LLAMA, norm_place="both", parallel=True)
     refuse(_LLAMA, side_by_side, "norm_place is 'both', expected 'before' where parallel is True")
     headless = replace(LLAMA, names=replace(LLAMA.names, head=None))

@@ -180,6 +180,11 @@ def test_one_of_several_is_cancelled() -> None:
 
     async def ask() -> None:
         stream = engine.stream([[1], [2]], max_new_tokens=200)
+        for wrong in (2, -1):
+            with pytest.raises(ValueError, match=rf"^stream: which is {wrong}, expected 0 to 1$"):
+                stream.cancel(wrong)
+        with pytest.raises(TypeError, match=r"^stream: which is None, expected an int$"):
+            stream.cancel(None)  # type: ignore[arg-type]
         async for piece in stream:
             if piece.prompt == 0:
                 stream.cancel(0)
