@@ -1,5 +1,6 @@
 """The server around completions: keys, limits, clients that leave, metrics, and the end."""
 
+import asyncio
 import http.client
 import json
 import math
@@ -23,8 +24,10 @@ pytest.importorskip("uvicorn", reason="needs the extra serve")
 from serving_here import Chatty, Client, events_of, served
 from test_command_line import write_tokenizer
 
+from deepspeed_ext.inference.requests.stream import Piece
 from deepspeed_ext.server.body import Limits
 from deepspeed_ext.server.metrics import Histogram
+from deepspeed_ext.server.service import Running, Service
 
 LONG: dict[str, Any] = dict(prompt="a", max_tokens=3000, temperature=0)
 
@@ -160,6 +163,36 @@ def test_a_request_that_fails_does_so_alone() -> None:
         events = client.events(prompt=[*[[1, 2]] * 20, [1, 2, 9]], max_tokens=20)
         assert "expected finite ones" in events[-1]["error"]["message"]
         assert client.complete(prompt=[1, 2], max_tokens=3)["choices"][0]["text"]
+
+
+def test_a_request_that_has_more_than_it_can_send_lets_others_be() -> None:
+    """Its engine may be as fast as it is; nothing of it would ever wait."""
+
+    class Busy:
+        async def some(self, most: int) -> list[Piece]:
+            return [Piece(0, 0, [1], "a")] * most
+
+        def close(self) -> None:
+            pass
+
+    async def ask() -> int:
+        turns, stop = 0, asyncio.Event()
+
+        async def other() -> None:
+            nonlocal turns
+            while not stop.is_set():
+                turns += 1
+                await asyncio.sleep(0)
+
+        task = asyncio.create_task(other())
+        running = Running(Service("m", Limits()), Busy(), 1)  # type: ignore[arg-type]
+        for _ in range(20):
+            await running.some()
+        stop.set()
+        await task
+        return turns
+
+    assert asyncio.run(ask()) >= 20
 
 
 def test_metrics() -> None:

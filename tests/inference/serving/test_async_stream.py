@@ -12,6 +12,7 @@ import pytest
 import tiny
 
 from deepspeed_ext.inference.execution.runner import ModelRunner
+from deepspeed_ext.inference.requests.async_stream import LoopBell
 from deepspeed_ext.inference.requests.stream import Piece
 from deepspeed_ext.inference.serving.engine import InferenceEngine
 from deepspeed_ext.threads import AwaitedThread
@@ -349,6 +350,54 @@ def test_a_loop_that_ends_early_and_another_one() -> None:
     assert sum(len(piece.tokens) for piece in found) == 3  # some may come together
     kept.clear()
     run(until_free(engine))
+
+
+def test_loops_are_let_go() -> None:
+    """Some programs have one for each call."""
+    engine, loops = tiny.engine(), list[Any]()
+
+    async def ask() -> None:
+        loops.append(weakref.ref(asyncio.get_running_loop()))
+        assert await pieces_of(engine, [[1]], max_new_tokens=2)
+        await until_free(engine)
+
+    for _ in range(3):
+        run(ask())
+    gc.collect()
+    assert [each() for each in loops] == [None] * 3
+
+
+def test_who_is_woken_when() -> None:
+    """First those that wait for their first news, in their order; others of the loop in between."""
+    order = list[Any]()
+
+    class Noted(asyncio.Event):
+        def __init__(self, name: str) -> None:
+            super().__init__()
+            self.name = name
+
+        def set(self) -> None:
+            order.append(self.name)
+
+    async def ring() -> None:
+        bell = LoopBell(asyncio.get_running_loop())
+        for i in range(20):
+            bell.add(Noted(f"other {i}"), False)
+            bell.add(Noted(f"first {i}"), True)
+        bell.ring()
+        bell.ring()
+        while "other 19" not in order:
+            await asyncio.sleep(0)
+            order.append("loop")
+        bell.add(Noted("late"), False)
+        bell.ring()
+        await asyncio.sleep(0)
+
+    run(ring())
+    names = [f"{kind} {i}" for kind in ("first", "other") for i in range(20)]
+    assert [each for each in order if each != "loop"] == [*names, "late"]
+    turns = [i for i, each in enumerate(order) if each == "loop"]
+    assert max(b - a for a, b in zip(turns, turns[1:], strict=False)) <= 17
 
 
 def test_an_engine_that_is_let_go() -> None:
