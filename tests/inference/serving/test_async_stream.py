@@ -2,6 +2,7 @@
 
 import asyncio
 import gc
+import itertools
 import random
 import threading
 import weakref
@@ -397,7 +398,7 @@ def test_who_is_woken_when() -> None:
     names = [f"{kind} {i}" for kind in ("first", "other") for i in range(20)]
     assert [each for each in order if each != "loop"] == [*names, "late"]
     turns = [i for i, each in enumerate(order) if each == "loop"]
-    assert max(b - a for a, b in zip(turns, turns[1:], strict=False)) <= 17
+    assert max(b - a for a, b in itertools.pairwise(turns)) <= 17
 
 
 def test_an_engine_that_is_let_go() -> None:
