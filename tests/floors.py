@@ -190,7 +190,7 @@ ROOMS = {  # inside of a package, likewise; its __init__ may import all
         ("engine",),
     ),
     "server": (
-        ("errors", "metrics", "words"),
+        ("checks", "errors", "metrics", "words"),
         ("body", "fields"),
         ("prompts", "service"),
         ("answers", "embeddings"),

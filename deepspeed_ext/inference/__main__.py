@@ -99,6 +99,7 @@ def main(arguments: list[str] | None = None) -> int:
     if hasattr(sys.stdout, "reconfigure"):
         sys.stdout.reconfigure(errors="backslashreplace")  # a model may write anything
     try:
+        _check_together(options, given(_SAMPLING), given(_SERVING))
         if options.serve:
             _serve(options, given(_LOADING), given(_SERVING))
             return 0
@@ -119,6 +120,19 @@ def main(arguments: list[str] | None = None) -> int:
         print("\ninference: stopped", file=sys.stderr)
         return 130
     return 0
+
+
+def _check_together(
+    options: argparse.Namespace, sampling: dict[str, Any], serving: dict[str, Any]
+) -> None:
+    """Refuse what would do nothing."""
+    of_writing = [*sampling, *(["stop"] if options.stop else [])]
+    of_server = [*serving, *(["allow_origin"] if options.allow_origin else [])]
+    for name in of_writing if options.serve else of_server:
+        beside = "with --serve, expected it in requests"
+        if not options.serve:
+            beside = "without --serve, expected both, or none"
+        raise ValueError(f"--{name.replace('_', '-')} is given {beside}")
 
 
 def _serve(options: argparse.Namespace, loading: dict[str, Any], serving: dict[str, Any]) -> None:

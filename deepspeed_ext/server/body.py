@@ -8,6 +8,7 @@ from typing import Any, NoReturn
 
 from starlette.requests import Request
 
+from deepspeed_ext.server.checks import check_count, check_seconds
 from deepspeed_ext.server.errors import ApiError
 
 _PARTS = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"|[\[\]{}]', re.DOTALL)
@@ -24,6 +25,9 @@ class Limits:
         waiting: completions that may wait for a slot, of all requests.
         body_seconds: without a byte of a body that has begun.
         send_seconds: in which a client takes nothing of what is sent, after which it has left.
+
+    Raises:
+        TypeError, ValueError: one is no number, or none that bounds anything.
     """
 
     body_bytes: int = 8 << 20
@@ -32,6 +36,13 @@ class Limits:
     waiting: int = 1024
     body_seconds: float = 10.0
     send_seconds: float = 30.0
+
+    def __post_init__(self) -> None:
+        check_count("body_bytes", self.body_bytes, 1, 1 << 40)
+        for name, least in (("depth", 1), ("completions", 1), ("waiting", 0)):
+            check_count(name, getattr(self, name), least, 2**31 - 1)
+        for name in ("body_seconds", "send_seconds"):
+            check_seconds(name, getattr(self, name), 0.001, 1e6)  # 0 is no limit for a socket
 
 
 async def object_of(request: Request, limits: Limits) -> dict[str, Any]:

@@ -160,7 +160,7 @@ def _flag(found: Mapping[str, Any], name: str) -> bool:
 def as_api_error(error: Exception, param: str | None = None) -> ApiError:
     """Return what a client is told of an error of the engine's that is the client's."""
     text = str(error)
-    if at := re.match(r"\w+: (\w+) (?:is|has) ", text):
+    if at := re.match(r"\w+: (\w+)(?:\[\d+\])? (?:is|has) ", text):
         ours = at.group(1)
         if ours in _OURS or ours in COMPLETION_FIELDS:
             param = _OURS.get(ours, ours)

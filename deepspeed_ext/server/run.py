@@ -14,6 +14,7 @@ from deepspeed_ext.inference.serving.encoder_engine import EncoderEngine
 from deepspeed_ext.inference.serving.engine import InferenceEngine
 from deepspeed_ext.server.app import app_of
 from deepspeed_ext.server.body import Limits
+from deepspeed_ext.server.checks import check_count, check_key, check_seconds, check_text
 from deepspeed_ext.server.embeddings import Pooling
 from deepspeed_ext.server.service import Service
 
@@ -33,6 +34,9 @@ class Settings:
         grace: seconds that what is under way is given after SIGTERM.
         limits: of requests.
         pooling: of an encoder.
+
+    Raises:
+        TypeError, ValueError: one of them cannot be.
     """
 
     name: str
@@ -43,6 +47,18 @@ class Settings:
     grace: float = 30.0
     limits: Limits = field(default_factory=Limits)
     pooling: Pooling = Pooling.MEAN
+
+    def __post_init__(self) -> None:
+        check_text("name", self.name)
+        check_text("host", self.host)  # of which an empty one is any address of this machine
+        check_count("port", self.port, 0, 65535)
+        check_seconds("grace", self.grace, 0, 1e9)
+        if self.api_key is not None:
+            check_key(self.api_key)
+        if isinstance(self.allow_origins, str):
+            raise TypeError("serve: allow_origins is text, expected a sequence of such")
+        for each in self.allow_origins:
+            check_text("allow_origins", each)
 
 
 class _Server(uvicorn.Server):
@@ -122,7 +138,7 @@ def _listening(host: str, port: int, patience: float) -> socket.socket:
         made = socket.create_server((host, port), family=family, backlog=2048)
         made.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(1000 * patience))
         return made  # what it accepts has its options
-    except (OSError, OverflowError) as error:
+    except OSError as error:
         raise OSError(f"serve: {host} port {port} cannot be listened at: {error}") from None
 
 

@@ -233,6 +233,8 @@ class Running:
             raise ApiError(500, str(error)) from error
         for piece in pieces:
             self._count(piece)
+        if len(pieces) == _PIECES:
+            await asyncio.sleep(0)  # nothing else waits where more is there, and the client reads
         if not pieces and len(self.reasons) < self.count:
             self.end("failed")
             raise ApiError(503, "the server is closing, and has ended what was under way")

@@ -75,7 +75,7 @@ def test_tokenizers_of_the_package_may_be_given(folder: Path) -> None:
 def test_prompts_that_are_no_text(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """As Python makes them of bytes that are no UTF-8."""
     assert command_line.main([str(folder), "--prompt", "a\udcff"]) == 2
-    text = r"inference: generate: the prompt has '\udcff', expected whole characters"
+    text = r"inference: encode: the text has '\udcff', expected whole characters"
     assert capsys.readouterr().err == text + "\n"
 
 
@@ -150,6 +150,23 @@ def test_errors_are_one_sentence(
         return
     assert status == 2 and out == ""
     assert error.startswith(text) and error.count("\n") == 1, error
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        *(["--host", "a"], ["--port", "0"], ["--api-key", "a"], ["--served-name", "a"]),
+        *(["--grace", "1"], ["--max-batch", "1"], ["--allow-origin", "a"]),
+    ],
+    ids=lambda given: given[0],
+)
+def test_options_of_the_server_without_it(
+    given: list[str], folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """They would do nothing: a key, for one, would not be asked for."""
+    assert command_line.main([str(folder), "--prompt", "abc", *given]) == 2
+    told = f"inference: {given[0]} is given without --serve, expected both, or none\n"
+    assert capsys.readouterr() == ("", told)
 
 
 def test_no_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -222,6 +222,13 @@ REFUSED: list[tuple[dict[str, Any], str, str | None]] = [
     (dict(temprature=1), "temprature is no field that is known here", "temprature"),
     (dict(messages=[]), "messages is no field that is known here", "messages"),
     (dict(logit_bias={"a": 1}), "logit_bias has 'a', expected an object of numbers", "logit_bias"),
+    (dict(logit_bias={"5": 101}), "logit_bias[5] is 101.0, expected -100 to 100", "logit_bias"),
+    (dict(logit_bias={"97": 1}), "logit_bias has token 97, expected 0 to 96", "logit_bias"),
+    (
+        dict(stop_token_ids=[1, 97]),
+        "stop_token_ids has token 97, expected 0 to 96",
+        "stop_token_ids",
+    ),
     (dict(logit_bias=[1]), "logit_bias is an array, expected an object of numbers", "logit_bias"),
 ]
 

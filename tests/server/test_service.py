@@ -1,7 +1,9 @@
 """The server around completions: keys, limits, clients that leave, metrics, and the end."""
 
+import asyncio
 import http.client
 import json
+import math
 import re
 import signal
 import socket
@@ -22,8 +24,10 @@ pytest.importorskip("uvicorn", reason="needs the extra serve")
 from serving_here import Chatty, Client, events_of, served
 from test_command_line import write_tokenizer
 
+from deepspeed_ext.inference.requests.stream import Piece
 from deepspeed_ext.server.body import Limits
 from deepspeed_ext.server.metrics import Histogram
+from deepspeed_ext.server.service import Running, Service
 
 LONG: dict[str, Any] = dict(prompt="a", max_tokens=3000, temperature=0)
 
@@ -159,6 +163,36 @@ def test_a_request_that_fails_does_so_alone() -> None:
         assert client.complete(prompt=[1, 2], max_tokens=3)["choices"][0]["text"]
 
 
+def test_a_request_that_has_more_than_it_can_send_lets_others_be() -> None:
+    """Its engine may be as fast as it is; nothing of it would ever wait."""
+
+    class Busy:
+        async def some(self, most: int) -> list[Piece]:
+            return [Piece(0, 0, [1], "a")] * most
+
+        def close(self) -> None:
+            pass
+
+    async def ask() -> int:
+        turns, stop = 0, asyncio.Event()
+
+        async def other() -> None:
+            nonlocal turns
+            while not stop.is_set():
+                turns += 1
+                await asyncio.sleep(0)
+
+        task = asyncio.create_task(other())
+        running = Running(Service("m", Limits()), Busy(), 1)  # type: ignore[arg-type]
+        for _ in range(20):
+            await running.some()
+        stop.set()
+        await task
+        return turns
+
+    assert asyncio.run(ask()) >= 20
+
+
 def test_metrics() -> None:
     with served(engine) as client:
         client.complete(prompt=["ab", "c"], max_tokens=5)
@@ -253,7 +287,54 @@ def test_what_the_command_line_refuses(folder: Path, tmp_path: Path) -> None:
 
     with socket.create_server(("127.0.0.1", 0)) as taken:
         assert main([str(folder), "--serve", "--port", str(taken.getsockname()[1])]) == 2
-    assert main([str(folder), "--serve", "--port", "70000"]) == 2
     assert main([str(tiny_folder.write(tmp_path / "bare")), "--serve"]) == 2
     with pytest.raises(SystemExit):
         main([str(folder), "--serve", "--prompt", "a"])
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        (["--api-key", ""], "serve: api_key is empty, expected a key, or none for no key"),
+        (["--api-key", " a"], "serve: api_key has what no header can, expected ASCII without"),
+        (["--api-key", "ä"], "serve: api_key has what no header can, expected ASCII without"),
+        (["--grace", "nan"], "serve: grace is nan, expected 0 to 1e+09 seconds"),
+        (["--grace", "inf"], "serve: grace is inf, expected 0 to 1e+09 seconds"),
+        (["--grace", "-1"], "serve: grace is -1, expected 0 to 1e+09 seconds"),
+        (["--port", "70000"], "serve: port is 70000, expected 0 to 65535"),
+        (["--port", "-1"], "serve: port is -1, expected 0 to 65535"),
+        (["--host", ""], "serve: host is empty, expected some text"),
+        (["--served-name", ""], "serve: name is empty, expected some text"),
+        (["--allow-origin", ""], "serve: allow_origins is empty, expected some text"),
+        (["--max-batch", "0"], "init_inference: max_batch is 0, expected 1 to 2^31 - 1"),
+        (["--temperature", "1"], "--temperature is given with --serve, expected it in requests"),
+        (["--max-new-tokens", "9"], "--max-new-tokens is given with --serve, expected it in"),
+        (["--stop", "a"], "--stop is given with --serve, expected it in requests"),
+    ],
+)
+def test_options_of_the_command_line_that_cannot_be(
+    given: list[str], told: str, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from deepspeed_ext.inference.__main__ import main
+
+    serving = [str(folder), "--serve", "--port", "0", "--device", "cpu"]
+    assert main([*serving, *given]) == 2
+    assert capsys.readouterr().err.splitlines()[-1].startswith(f"inference: {told}")
+
+
+@pytest.mark.parametrize(
+    ("limits", "told"),
+    [
+        (dict(depth=0), "serve: depth is 0, expected 1 to 2147483647"),
+        (dict(waiting=-1), "serve: waiting is -1, expected 0 to 2147483647"),
+        (dict(body_bytes=1.5), "serve: body_bytes is 1.5, expected an int"),
+        (dict(completions=True), "serve: completions is True, expected an int"),
+        (dict(send_seconds=0), "serve: send_seconds is 0, expected 0.001 to 1e+06 seconds"),
+        (dict(send_seconds="1"), "serve: send_seconds is '1', expected a number of seconds"),
+        (dict(body_seconds=math.nan), "serve: body_seconds is nan, expected 0.001 to 1e+06 sec"),
+    ],
+)
+def test_limits_that_bound_nothing(limits: dict[str, Any], told: str) -> None:
+    with pytest.raises((TypeError, ValueError)) as error:
+        Limits(**limits)
+    assert str(error.value).startswith(told)

@@ -149,14 +149,14 @@ class SamplingOptions:
 
 def _several(name: str, value: Any, want: str) -> tuple[Any, ...]:
     """Return the items of what may be one, or several; a tensor is neither."""
-    if isinstance(value, str | int) or _int_of(value) is not None:
+    if isinstance(value, str | int) or int_of(value) is not None:
         return (value,)
     if not isinstance(value, Iterable) or isinstance(value, _NO_ITEMS) or hasattr(value, "tolist"):
         raise TypeError(f"generate: {name} is {value!r:.60}, expected {want}")
     return tuple(value)
 
 
-def _int_of(value: Any) -> int | None:
+def int_of(value: Any) -> int | None:
     """Return a whole number as Python's, whoever's it is; None for what is none, as a tensor."""
     if isinstance(value, bool | Tensor) or getattr(value, "shape", ()) != ():
         return None
@@ -167,7 +167,7 @@ def _int_of(value: Any) -> int | None:
 
 
 def _checked_int(name: str, value: Any, low: int, high: int) -> int:
-    found = _int_of(value)
+    found = int_of(value)
     if found is None:
         raise TypeError(f"generate: {name} is {value!r:.60}, expected an int")
     if not low <= found <= high:

@@ -6,11 +6,11 @@ from typing import Any
 
 from deepspeed_ext.inference.model.policy import (
     Config,
-    Key,
     Policy,
     Windows,
     checked_number,
     keys_of,
+    name_of,
     value_of,
 )
 from deepspeed_ext.inference.model.positions import Rotation, rotation_of
@@ -120,31 +120,40 @@ def architecture_of(policy: Policy, config: Config) -> Architecture:
     def get(name: str) -> Any:
         return value_of(getattr(policy, name), config)
 
+    def number(name: str, above: float | None = None) -> float:
+        return checked_number(name_of(getattr(policy, name), config, name), get(name), above)
+
+    def choice(name: str, choices: tuple[Any, ...]) -> Any:
+        return _choice(name_of(getattr(policy, name), config, name), get(name), choices)
+
+    def cap(name: str) -> float:
+        return 0.0 if get(name) is None or get(name) == 0 else number(name, above=0)
+
     _check_expected(policy, config)
-    norm_place = _choice("norm_place", get("norm_place"), ("before", "after", "both"))
-    parallel = _choice("parallel", get("parallel"), (False, True))
+    norm_place = choice("norm_place", ("before", "after", "both"))
+    parallel = choice("parallel", (False, True))
     _check_use_of_names(policy, norm_place, parallel)
     sizes = _sizes_of(policy, config)
     windows = windows_of(policy.windows, config, sizes["layers"])
     _check_types(policy, config, windows)
-    position = _choice("position", get("position"), ("rotary", "learned", "alibi", "none"))
-    scale = get("attention_scale")
+    position = choice("position", ("rotary", "learned", "alibi", "none"))
     if policy.qkv_by_head and sizes["kv_heads"] != sizes["heads"]:
+        name = name_of(policy.sizes.kv_heads, config, "kv_heads")
         raise ValueError(
-            f"init_inference: kv_heads is {sizes['kv_heads']}, expected {sizes['heads']}, as many"
+            f"init_inference: {name} is {sizes['kv_heads']}, expected {sizes['heads']}, as many"
             " as heads, where queries, keys and values lie head by head"
         )
     return Architecture(
         **sizes,
         norm=policy.norm,
-        norm_offset=checked_number("norm_offset", get("norm_offset")),
-        eps=checked_number("eps", get("eps"), above=0),
+        norm_offset=number("norm_offset"),
+        eps=number("eps", above=0),
         norm_place=norm_place,
         parallel=parallel,
         position=position,
-        position_offset=int(checked_number("position_offset", get("position_offset"))),
+        position_offset=int(number("position_offset")),
         position_padding=_padding_of(policy, config, sizes["vocabulary"]),
-        interleaved=_choice("interleaved", get("interleaved"), (False, True)),
+        interleaved=choice("interleaved", (False, True)),
         rotations=tuple(
             rotation_of(policy, config, sizes["head_dim"], window > 0)
             if position == "rotary"
@@ -152,16 +161,16 @@ def architecture_of(policy: Policy, config: Config) -> Architecture:
             for window in windows
         ),
         windows=windows,
-        activation=_ACTIVATIONS[_choice("activation", get("activation"), tuple(_ACTIVATIONS))],
-        gated=_choice("gated", get("gated"), (False, True)),
+        activation=_ACTIVATIONS[choice("activation", tuple(_ACTIVATIONS))],
+        gated=choice("gated", (False, True)),
         attention_scale=(
             1 / math.sqrt(sizes["head_dim"])
-            if scale is None
-            else checked_number("attention_scale", scale)
+            if get("attention_scale") is None
+            else number("attention_scale")
         ),
-        softcap=_cap("softcap", get("softcap")),
-        logit_softcap=_cap("logit_softcap", get("logit_softcap")),
-        embedding_scale=checked_number("embedding_scale", get("embedding_scale")),
+        softcap=cap("softcap"),
+        logit_softcap=cap("logit_softcap"),
+        embedding_scale=number("embedding_scale"),
         causal=policy.causal,
     )
 
@@ -170,7 +179,7 @@ def _padding_of(policy: Policy, config: Config, vocabulary: int) -> int | None:
     entry = policy.position_padding
     padding = value_of(entry, config)
     if padding is not None and (type(padding) is not int or not 0 <= padding < vocabulary):
-        name = entry.names[0] if isinstance(entry, Key) else "position_padding"
+        name = name_of(entry, config, "position_padding")
         raise ValueError(
             f"init_inference: {name} is {padding!r}, expected 0 to {vocabulary - 1}, the number of"
             " a token"
@@ -211,8 +220,9 @@ def _check_length(types: Any, layers: int) -> None:
 def _sizes_of(policy: Policy, config: Config) -> dict[str, Any]:
     table = policy.sizes
     sizes = {each.name: value_of(getattr(table, each.name), config) for each in fields(table)}
+    told = {name: name_of(getattr(table, name), config, name) for name in sizes}
     for name in ("hidden", "heads"):  # others are worked out from them
-        _check_size(name, sizes[name])
+        _check_size(told[name], sizes[name])
     usual = {
         "kv_heads": sizes["heads"],
         "head_dim": sizes["hidden"] // sizes["heads"],
@@ -223,11 +233,11 @@ def _sizes_of(policy: Policy, config: Config) -> dict[str, Any]:
         sizes[name] = value if sizes[name] is None else sizes[name]
     for name, value in sizes.items():
         if name != "context" or value is not None:
-            _check_size(name, value, _MOST.get(name, _LARGEST))
+            _check_size(told[name], value, _MOST.get(name, _LARGEST))
     if sizes["heads"] % sizes["kv_heads"]:
         raise ValueError(
-            f"init_inference: heads is {sizes['heads']}, expected a multiple of kv_heads,"
-            f" {sizes['kv_heads']}"
+            f"init_inference: {told['heads']} is {sizes['heads']}, expected a multiple of"
+            f" {told['kv_heads']}, {sizes['kv_heads']}"
         )
     return sizes
 
@@ -310,7 +320,3 @@ def _choice(name: str, value: Any, choices: tuple[Any, ...]) -> Any:
             f"init_inference: {name} is {value!r}, expected one of {', '.join(map(str, choices))}"
         )
     return value
-
-
-def _cap(name: str, value: Any) -> float:
-    return 0.0 if value is None or value == 0 else checked_number(name, value, above=0)

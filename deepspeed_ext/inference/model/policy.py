@@ -72,6 +72,13 @@ def value_of(entry: Or, config: Config) -> Any:
     return entry.of(config) if isinstance(entry, Key) else entry
 
 
+def name_of(entry: Or, config: Config, ours: str) -> str:
+    """Return what a configuration calls an entry of a table; our name if it does not have it."""
+    if not isinstance(entry, Key):
+        return ours
+    return next((name for name in entry.names if config.get(name) is not None), entry.names[0])
+
+
 def checked_number(name: str, value: Any, above: float | None = None, most: float = 1e300) -> float:
     """Return a number of a configuration, which may hold anything.
 

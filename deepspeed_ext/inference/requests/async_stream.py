@@ -4,6 +4,7 @@ import asyncio
 from collections import deque
 from collections.abc import AsyncIterator
 from contextlib import suppress
+from weakref import ref
 
 from deepspeed_ext.inference.requests.request import Completion
 from deepspeed_ext.inference.requests.stream import Piece, Stream
@@ -19,29 +20,29 @@ class LoopBell:
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
-        self._loop = loop
-        self._rung: deque[asyncio.Event] = deque()
+        self._loop = ref(loop)  # or who keeps bells by their loops would keep these
+        self._first, self._others = deque[asyncio.Event](), deque[asyncio.Event]()
         self._is_sent = False
 
     def add(self, event: asyncio.Event, is_first: bool) -> None:
         """Let an event of the loop be one of those that `ring` sets, from any thread."""
-        if is_first:
-            self._rung.appendleft(event)
-        else:
-            self._rung.append(event)
+        (self._first if is_first else self._others).append(event)
 
     def ring(self) -> None:
         """Set all events soon, from any thread; not those of a loop that is closed."""
-        if self._rung and not self._is_sent:
+        loop = self._loop()
+        if loop is not None and (self._first or self._others) and not self._is_sent:
             self._is_sent = True
             with suppress(RuntimeError):
-                self._loop.call_soon_threadsafe(self._answer)
+                loop.call_soon_threadsafe(self._answer)
 
     def _answer(self) -> None:
-        for _ in range(min(len(self._rung), _AT_A_TIME)):
-            self._rung.popleft().set()
-        if self._rung:
-            self._loop.call_soon(self._answer)
+        for _ in range(_AT_A_TIME):
+            some = self._first or self._others
+            if some:
+                some.popleft().set()
+        if self._first or self._others:
+            asyncio.get_running_loop().call_soon(self._answer)
             return
         self._is_sent = False
         self.ring()  # what came in between found that a message was sent
@@ -117,7 +118,11 @@ class AsyncStream(AsyncIterator[Piece]):
         return self._stream.completions()
 
     def cancel(self, which: int) -> None:
-        """End one of the completions as it is; the others go on."""
+        """End one of the completions as it is; the others go on.
+
+        Raises:
+            TypeError, ValueError: there is none of this number.
+        """
         self._stream.cancel(which)
 
     def close(self) -> None:

@@ -79,6 +79,7 @@ class Prompt:
         logits: None, or what the logits of its tokens are written to, (tokens, vocabulary).
         logprobs: of its tokens but the first, as far as they are known, if they are wanted.
         top_logprobs: likewise.
+        op: the call, for errors.
     """
 
     number: int
@@ -88,6 +89,12 @@ class Prompt:
     logits: Tensor | None = None
     logprobs: list[float] = field(default_factory=list)
     top_logprobs: list[list[tuple[int, float]]] = field(default_factory=list)
+    op: str = "generate"
+
+    @property
+    def called(self) -> str:
+        """What errors call it, and the call."""
+        return f"{self.op}: {'prompt' if self.logits is None else 'row'} {self.number}"
 
     @property
     def last_hidden(self) -> Tensor:
@@ -285,9 +292,9 @@ class Request:
 
     def _refuse(self, which: str, largest: float) -> None:
         self.fail(
-            f"generate: the logits for {which} prompt {self.prompt.number} have {largest} as the"
-            " largest, expected finite ones; a weight is not finite, or numbers become too large"
-            " for the dtype"
+            f"{self.prompt.op}: the logits for {which} prompt {self.prompt.number} have {largest}"
+            " as the largest, expected finite ones; a weight is not finite, or numbers become too"
+            " large for the dtype"
         )
 
     def cancel(self) -> None:

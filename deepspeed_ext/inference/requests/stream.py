@@ -4,6 +4,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
+from deepspeed_ext.inference.execution.sampling import int_of
 from deepspeed_ext.inference.requests.request import Call, Completion, FinishReason, Request
 
 
@@ -178,8 +179,18 @@ class Stream(Iterator[Piece]):
         return [request.completion() for request in self._call.requests]
 
     def cancel(self, which: int) -> None:
-        """End one of the completions as it is, from any thread; the others go on."""
-        self._cancel(self._call.requests[which])
+        """End one of the completions as it is, from any thread; the others go on.
+
+        Raises:
+            TypeError, ValueError: there is none of this number.
+        """
+        number, count = int_of(which), len(self._call.requests)
+        if number is None:
+            raise TypeError(f"stream: which is {which!r:.60}, expected an int")
+        if not 0 <= number < count:
+            want = f"0 to {count - 1}" if count else "none, as there are no completions"
+            raise ValueError(f"stream: which is {number}, expected {want}")
+        self._cancel(self._call.requests[number])
 
     def close(self) -> None:
         """End all as they are; there are no more pieces.

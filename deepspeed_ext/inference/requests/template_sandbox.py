@@ -52,18 +52,25 @@ class _TooLong(Exception):
 
 
 def _watch_loops(tree: Any) -> None:
-    """Let each round of a loop begin with a look at the time; calls do so in any case."""
+    """Let each round of a loop begin with a look at the time; calls do so in any case.
+
+    A round whose condition is false has nothing but that.
+    """
     from jinja2 import nodes
 
+    def look(line: int) -> Any:
+        method = nodes.EnvironmentAttribute("check_time")
+        return nodes.Call(method, [], [], None, None).set_lineno(line)
+
     for each in tree.find_all(nodes.For):
-        look = nodes.Call(nodes.EnvironmentAttribute("check_time"), [], [], None, None)
-        each.body.insert(0, nodes.ExprStmt(look, lineno=each.lineno).set_lineno(each.lineno))
+        each.body.insert(0, nodes.ExprStmt(look(each.lineno), lineno=each.lineno))
+        if each.test is not None:
+            each.test = nodes.And(look(each.lineno), each.test, lineno=each.lineno)
 
 
 def _environment() -> Any:
     """Return what templates run in: a sandbox, with the names that they count on."""
     import jinja2
-    from jinja2 import ext, nodes, sandbox, utils
 
     version = tuple(int(part) for part in jinja2.__version__.split(".")[:3] if part.isdigit())
     if version < _OLDEST:
@@ -72,6 +79,62 @@ def _environment() -> Any:
             f" {'.'.join(map(str, _OLDEST))} or newer, as templates are code of strangers; pip"
             " install -U jinja2"
         )
+
+    def refuse(message: Any) -> None:
+        raise jinja2.TemplateError(str(message))
+
+    environment = _sandbox()(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_generation(), "jinja2.ext.loopcontrols"]
+    )
+    environment.filters["tojson"] = _to_json
+    environment.globals.update(
+        raise_exception=refuse,
+        strftime_now=lambda form: datetime.now().strftime(form),
+        namespace=_namespace(),
+        dict=lambda *values, **fields: dict(*values, **fields),
+    )
+    return environment
+
+
+def _sandbox() -> Any:
+    """Return the class of an environment, which begins to count its time when it is made."""
+    import jinja2
+    from jinja2 import sandbox
+
+    class Environment(sandbox.ImmutableSandboxedEnvironment):  # type: ignore[misc, unused-ignore]
+        """A sandbox in which nothing takes long."""
+
+        intercepted_binops = frozenset(("*", "**"))
+        end = time.thread_time() + _SECONDS
+
+        def check_time(self) -> bool:
+            if time.thread_time() > self.end:
+                raise _TooLong
+            return True  # as a part of conditions
+
+        def call(self, context: Any, what: Any, /, *args: Any, **fields: Any) -> Any:
+            self.check_time()
+            return super().call(context, what, *args, **fields)
+
+        def call_filter(self, *args: Any, **fields: Any) -> Any:
+            self.check_time()  # as map calls one for each item
+            return super().call_filter(*args, **fields)
+
+        def call_test(self, *args: Any, **fields: Any) -> Any:
+            self.check_time()  # as select does
+            return super().call_test(*args, **fields)
+
+        def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
+            if _size_of(operator, left, right) > _LONGEST:
+                raise jinja2.TemplateError(f"{left!r:.20} {operator} {right!r:.20} is too large")
+            return super().call_binop(context, operator, left, right)
+
+    return Environment
+
+
+def _generation() -> Any:
+    """Return the class of a tag."""
+    from jinja2 import ext, nodes
 
     class Generation(ext.Extension):  # type: ignore[misc, unused-ignore]
         """The tag around what a model said: for training; here its text is all that counts."""
@@ -82,6 +145,13 @@ def _environment() -> Any:
             line = next(parser.stream).lineno
             body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
             return nodes.Scope(body, lineno=line)
+
+    return Generation
+
+
+def _namespace() -> Any:
+    """Return the class of what templates keep variables in."""
+    from jinja2 import exceptions, utils
 
     class Namespace(utils.Namespace):  # type: ignore[misc, unused-ignore]
         """One in which a template stores nothing that Python itself would look for."""
@@ -99,41 +169,9 @@ def _environment() -> Any:
 
     def _check_name(name: Any) -> None:
         if not isinstance(name, str) or name.startswith("_"):
-            raise jinja2.TemplateError(f"a namespace with {name!r}")
+            raise exceptions.TemplateError(f"a namespace with {name!r}")
 
-    def refuse(message: Any) -> None:
-        raise jinja2.TemplateError(str(message))
-
-    class Environment(sandbox.ImmutableSandboxedEnvironment):  # type: ignore[misc, unused-ignore]
-        """A sandbox in which nothing takes long."""
-
-        intercepted_binops = frozenset(("*", "**"))
-        end = time.thread_time() + _SECONDS
-
-        def check_time(self) -> None:
-            if time.thread_time() > self.end:
-                raise _TooLong
-
-        def call(self, context: Any, what: Any, /, *args: Any, **fields: Any) -> Any:
-            self.check_time()
-            return super().call(context, what, *args, **fields)
-
-        def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
-            if _size_of(operator, left, right) > _LONGEST:
-                raise jinja2.TemplateError(f"{left!r:.20} {operator} {right!r:.20} is too large")
-            return super().call_binop(context, operator, left, right)
-
-    environment = Environment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, "jinja2.ext.loopcontrols"]
-    )
-    environment.filters["tojson"] = _to_json
-    environment.globals.update(
-        raise_exception=refuse,
-        strftime_now=lambda form: datetime.now().strftime(form),
-        namespace=Namespace,
-        dict=lambda *values, **fields: dict(*values, **fields),
-    )
-    return environment
+    return Namespace
 
 
 def _size_of(operator: str, left: Any, right: Any) -> float:

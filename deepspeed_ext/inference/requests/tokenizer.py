@@ -48,9 +48,7 @@ class _OfLibrary:
             text.encode()
         except UnicodeEncodeError as error:  # as of a command line that is no UTF-8
             wrong = text[error.start]
-            raise ValueError(
-                f"generate: the prompt has {wrong!r}, expected whole characters"
-            ) from None
+            raise ValueError(f"encode: the text has {wrong!r}, expected whole characters") from None
         ids: list[int] = self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
         return ids
 

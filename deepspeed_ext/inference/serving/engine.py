@@ -6,7 +6,7 @@ from typing import Any, Literal, overload
 import torch
 from torch import Tensor
 
-from deepspeed_ext.inference.execution.sampling import MOST_LOGPROBS, SamplingOptions
+from deepspeed_ext.inference.execution.sampling import MOST_LOGPROBS, SamplingOptions, int_of
 from deepspeed_ext.inference.requests.async_stream import AsyncStream
 from deepspeed_ext.inference.requests.chat import Conversation, templates_of, texts_of
 from deepspeed_ext.inference.requests.logits import Logits, rows_of
@@ -163,7 +163,7 @@ class InferenceEngine(EngineCore):
         if options is not None and generation_config is not None:
             raise TypeError("generate: options and generation_config are given, expected one")
         options = generation_config if options is None else options
-        given = given_of(prompts, attention_mask, changes)
+        given = given_of("generate", prompts, attention_mask, changes)
         reader = self._reader(add_special_tokens)
         read = reader.read(given.prompts, given.mask)
         wanted = options_of(options, given.others, read.tokens)
@@ -201,7 +201,7 @@ class InferenceEngine(EngineCore):
                 stream does.
         """
         self._check_usable()
-        given = given_of(prompts, attention_mask, changes)
+        given = given_of("generate", prompts, attention_mask, changes)
         some = self._reader(True).read(given.prompts, given.mask).tokens
         call = self._ask(some, options_of(options, given.others, some), True)
         running = Stream(call, self._advance, self._scheduler.cancel, self._sweep, tells_ends=True)
@@ -227,17 +227,16 @@ class InferenceEngine(EngineCore):
         Raises:
             TypeError, ValueError, RuntimeError: as `generate`.
         """
-        if type(top_logprobs) is not int:
-            raise TypeError(f"score: top_logprobs is {top_logprobs!r}, expected an int")
-        if not 0 <= top_logprobs <= MOST_LOGPROBS:
-            raise ValueError(
-                f"score: top_logprobs is {top_logprobs}, expected 0 to {MOST_LOGPROBS}"
-            )
+        count = int_of(top_logprobs)
+        if count is None:
+            raise TypeError(f"score: top_logprobs is {top_logprobs!r:.60}, expected an int")
+        if not 0 <= count <= MOST_LOGPROBS:
+            raise ValueError(f"score: top_logprobs is {count}, expected 0 to {MOST_LOGPROBS}")
         self._check_usable()
-        given = given_of(prompts, attention_mask, {})
-        some = self._reader(True).read(given.prompts, given.mask).tokens
-        wanted = SamplingOptions(max_new_tokens=0, prompt_logprobs=top_logprobs)
-        call = self._ask(some, [wanted] * len(some), False)
+        given = given_of("score", prompts, attention_mask, {})
+        some = self._reader(True, "score").read(given.prompts, given.mask).tokens
+        wanted = SamplingOptions(max_new_tokens=0, prompt_logprobs=count)
+        call = self._ask(some, [wanted] * len(some), False, "score")
         found = zip(some, self._completed(call), strict=True)
         return [
             Score(tokens, one.prompt_logprobs or [], one.prompt_top_logprobs)
@@ -272,7 +271,8 @@ class InferenceEngine(EngineCore):
             )
             out = torch.zeros(shape, dtype=dtype, device=self.device)
         for text, begin, tokens in rows:
-            prompt = Prompt(text, tokens, logits=out[text, begin : begin + len(tokens)])
+            own = out[text, begin : begin + len(tokens)]
+            prompt = Prompt(text, tokens, logits=own, op="InferenceEngine")
             self._add(call, Request(prompt, wanted, 0, 0, 0, frozenset(), None, None))
         self._completed(call)
         if self._stream is not None:
@@ -386,12 +386,17 @@ class InferenceEngine(EngineCore):
         """Whether `chat` needs no template to be given."""
         return bool(templates_of(self.tokenizer, self.chat_templates).texts)
 
-    def _reader(self, adds_special_tokens: bool) -> PromptReader:
+    def _reader(self, adds_special_tokens: bool, op: str = "generate") -> PromptReader:
         if type(adds_special_tokens) is not bool:
             raise TypeError(
                 f"generate: add_special_tokens is {adds_special_tokens!r:.60}, expected True or"
                 " False"
             )
         return PromptReader(
-            self.tokenizer, self._vocabulary, self.stop_tokens, self.pad_tokens, adds_special_tokens
+            self.tokenizer,
+            self._vocabulary,
+            self.stop_tokens,
+            self.pad_tokens,
+            adds_special_tokens,
+            op,
         )

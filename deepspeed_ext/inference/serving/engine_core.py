@@ -105,23 +105,31 @@ class EngineCore:
         """How many completions have a slot, and how many wait for one."""
         return self._scheduler.load
 
-    def _ask(self, prompts: list[list[int]], options: list[SamplingOptions], stream: bool) -> Call:
+    def _ask(
+        self,
+        prompts: list[list[int]],
+        options: list[SamplingOptions],
+        stream: bool,
+        op: str = "generate",
+    ) -> Call:
         """Make a request for each completion, all of which have room when they are alone."""
         call = Call()
         for i, (tokens, asked) in enumerate(zip(prompts, options, strict=True)):
             wanted = with_room(asked, self._scheduler.room_behind(len(tokens), self.max_tokens))
-            unknown = [token for token, _ in wanted.biases if token >= self._vocabulary]
-            if unknown:
-                raise ValueError(
-                    f"generate: logit_bias has token {unknown[0]}, expected 0 to"
-                    f" {self._vocabulary - 1}"
-                )
+            biased = [token for token, _ in wanted.biases]
+            for name, some in (("logit_bias", biased), ("stop_tokens", wanted.stop_tokens or ())):
+                unknown = [token for token in some if token >= self._vocabulary]
+                if unknown:
+                    raise ValueError(
+                        f"generate: {name} has token {unknown[0]}, expected 0 to"
+                        f" {self._vocabulary - 1}"
+                    )
             if wanted.stop and self.tokenizer is None:
                 raise ValueError(
                     f"generate: stop is {wanted.stop}, expected none, as the engine has no"
                     " tokenizer"
                 )
-            prompt = Prompt(i, tokens)
+            prompt = Prompt(i, tokens, op=op)
             seed = secrets.randbits(63) if wanted.seed is None else wanted.seed
             stop = self.stop_tokens if wanted.stop_tokens is None else wanted.stop_tokens
             for sample in range(wanted.n):
@@ -150,7 +158,7 @@ class EngineCore:
         self._check_usable()  # as a fork may have left the turn with nobody
         if self._lock.is_mine:
             raise RuntimeError(
-                "generate: the engine computes a step, expected no other within it, as a signal"
+                "inference: the engine computes a step, expected no other within it, as a signal"
                 " handler, a finalizer or a tokenizer may ask for"
             )
         self._lock.run(self._step, is_enough)
@@ -186,12 +194,12 @@ class EngineCore:
     def _check_usable(self) -> None:
         if self._process != os.getpid():
             raise RuntimeError(
-                f"generate: the engine belongs to process {self._process}, expected to be used"
+                f"inference: the engine belongs to process {self._process}, expected to be used"
                 " there; start processes by spawn, and make an engine in each, as torch's threads"
                 " do not outlive a fork"
             )
         if not self._is_open:
-            raise RuntimeError("generate: the engine is closed, expected one that is open")
+            raise RuntimeError("inference: the engine is closed, expected one that is open")
 
     def close(self) -> None:
         """Give the memory back. Completions under way are given up.

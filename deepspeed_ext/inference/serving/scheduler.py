@@ -73,6 +73,7 @@ class Scheduler:
         self._unwanted: deque[Request] = deque()  # likewise
         self._waiting: deque[Request] = deque()
         self._is_whole = True  # but for a step that was interrupted
+        self._is_closed = False
         self._begin()
 
     def _begin(self) -> None:
@@ -90,18 +91,19 @@ class Scheduler:
             ValueError: it does not.
         """
         prompt, new = request.prompt, request.max_new_tokens
+        has = f"{prompt.called} has {len(prompt.tokens)} tokens"
+        together = ""
+        if prompt.op == "generate":  # the only one in which there may be more
+            has, together = f"{has} and max_new_tokens is {new}", " together"
         if len(prompt.tokens) + new > max_tokens:
             raise ValueError(
-                f"generate: prompt {prompt.number} has {len(prompt.tokens)} tokens and"
-                f" max_new_tokens is {new}, expected at most {max_tokens} together, the max_tokens"
-                " of the engine"
+                f"{has}, expected at most {max_tokens}{together}, the max_tokens of the engine"
             )
         pages = prompt.shared_pages + request.own_pages
         if pages > self._pages:
             raise ValueError(
-                f"generate: prompt {prompt.number} has {len(prompt.tokens)} tokens and"
-                f" max_new_tokens is {new}, which is {pages} pages of {PAGE}, expected at most"
-                f" {self._pages}, the pages of the engine"
+                f"{has}, which is {pages} pages of {PAGE}, expected at most {self._pages}, the"
+                " pages of the engine"
             )
 
     @property
@@ -112,6 +114,8 @@ class Scheduler:
     def submit(self, requests: Iterable[Request]) -> None:
         """Let requests take part from the next step on, in their order."""
         self._incoming.extend(request for request in requests if not request.is_done)
+        if self._is_closed:  # meanwhile: no step will come
+            self._refuse_incoming()
 
     def cancel(self, request: Request) -> None:
         """Let a request end as it is, as soon as there is time for it: at `sweep`."""
@@ -137,16 +141,27 @@ class Scheduler:
 
     def close(self) -> None:
         """Let everything that is not done fail, and go of what computes."""
+        self._is_closed = True
         while self._unwanted:
             self._end(self._unwanted.popleft())
-        for request in [*self._incoming, *self._waiting, *self._table.requests.values()]:
-            request.fail(
-                f"generate: prompt {request.prompt.number} was given up, as the engine was closed"
-            )
+        self._refuse_incoming()
+        for request in [*self._waiting, *self._table.requests.values()]:
+            self._refuse(request)
             request.prompt.hidden = None
         self._unread.clear()
         for name in ("_runner", "_cache"):
             vars(self).pop(name, None)  # an interruption may have come in between once before
+
+    def _refuse_incoming(self) -> None:
+        while self._incoming:
+            try:
+                self._refuse(self._incoming.popleft())
+            except IndexError:  # another thread was faster
+                return
+
+    @staticmethod
+    def _refuse(request: Request) -> None:
+        request.fail(f"{request.prompt.called} was given up, as the engine was closed")
 
     @staticmethod
     def _end(request: Request) -> None:
@@ -178,8 +193,8 @@ class Scheduler:
         active = list(self._table.requests.values())
         for request in active:
             request.fail(
-                f"generate: prompt {request.prompt.number} was given up, as a step that it was part"
-                " of was interrupted, or failed for the caller that took it"
+                f"{request.prompt.called} was given up, as a step that it was part of was"
+                " interrupted, or failed for the caller that took it"
             )
             request.prompt.slots.clear()
             request.prompt.hidden = None

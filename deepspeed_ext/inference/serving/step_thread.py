@@ -27,7 +27,7 @@ class StepThread:
     def __init__(self, advance: _Unless, sweep: _Unless) -> None:
         self._advance, self._sweep = WeakMethod(advance), WeakMethod(sweep)
         self._lock = threading.Lock()  # held for moments: who begins, or ends, the thread
-        self._is_there = False
+        self._thread: AwaitedThread | None = None
         self._open: set[Call] = set()
         self._bells: WeakKeyDictionary[asyncio.AbstractEventLoop, LoopBell] = WeakKeyDictionary()
         self._rung: set[LoopBell] = set()
@@ -36,7 +36,7 @@ class StepThread:
         """Let a call take part, and return its stream for the loop that runs here.
 
         Raises:
-            RuntimeError: no loop does.
+            RuntimeError: no loop does; no thread can be started.
         """
         try:
             loop = asyncio.get_running_loop()
@@ -65,17 +65,27 @@ class StepThread:
         event.set()  # as some may be done before they begin
         followed = AsyncStream(stream, event)
         if call.open > 0:
-            submit()
-            with self._lock:
-                self._open.add(call)
-                if call.open == 0:  # another thread has computed all of it by now
-                    self._open.discard(call)
-                if self._open and not self._is_there:
-                    self._is_there = True
-                    AwaitedThread(
-                        self._run, "deepspeed_ext-inference", hurry=self._open.clear
-                    ).start()
+            try:
+                with self._lock:
+                    self._begin()
+                    self._open.add(call)
+                    submit()
+            except BaseException:  # of a signal handler, if not for want of threads
+                stream.close()
+                raise
         return followed
+
+    def _begin(self) -> None:
+        """Let the thread be there, which waits for the lock; one that failed to start is not."""
+        if self._thread is None:
+            try:
+                self._thread = AwaitedThread(
+                    self._run, "deepspeed_ext-inference", hurry=self._open.clear
+                )
+                self._thread.start()
+            except BaseException:
+                self._thread = None
+                raise
 
     def ring(self) -> None:
         """Wake the loops of all calls that were told something: once for a step, not for each."""
@@ -89,9 +99,11 @@ class StepThread:
     def _run(self) -> None:
         while True:
             with self._lock:
+                if self._thread is not threading.current_thread():  # its start was interrupted
+                    return
                 advance, sweep = self._advance(), self._sweep()
                 if not self._open or advance is None or sweep is None:
-                    self._is_there = False
+                    self._thread = None
                     return
             try:
                 advance(lambda: not self._open)

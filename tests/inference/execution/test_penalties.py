@@ -7,6 +7,7 @@ import pytest
 import tiny
 import torch
 
+from deepspeed_ext.inference.execution.memory_budget import working_bytes
 from deepspeed_ext.inference.execution.sampling import (
     History,
     Parameters,
@@ -134,3 +135,20 @@ def test_steps_with_penalties_are_recorded() -> None:
         prompts = [[5], [6, 7], [8]]
         found = with_graphs.generate(prompts, **options, **changes)
         assert found == without.generate(prompts, **options, **changes)
+
+
+def test_tables_are_in_the_memory_budget() -> None:
+    """All three, which are made when a request first asks for them, with a row for each slot."""
+    of, found = tiny.shared_decoder().of, []
+    for slots in (64, 200):  # from 64 on, nothing else that a step makes grows with them
+        engine = tiny.engine(max_batch=slots, max_tokens=64)
+        assert all(each is None for each in engine._scheduler._runner._history)
+        options = dict(repetition_penalty=2.0, presence_penalty=1.0, logit_bias={3: 1})
+        engine.generate([[1]], max_new_tokens=2, **options)
+        taken = sum(each.nbytes for each in engine._scheduler._runner._history)
+        assert taken == (slots + 1) * of.vocabulary * (1 + 4 + 4)
+        budget = working_bytes(of, slots, 64, torch.float32, is_quantized=False, packed=0)
+        assert budget > taken
+        found.append((taken, budget))
+    (few, least), (many, most) = found
+    assert most - least == many - few

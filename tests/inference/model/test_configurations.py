@@ -158,22 +158,25 @@ _REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         dict(hidden_size=None),
         "config has no 'hidden_size', expected it for model_type 'llama'",
     ),
-    "a size that is none": (dict(vocab_size=-1), "vocabulary is -1, expected 1 to 2^31 - 1"),
+    "a size that is none": (dict(vocab_size=-1), "vocab_size is -1, expected 1 to 2^31 - 1"),
     "heads in groups": (
         dict(num_key_value_heads=3),
-        "heads is 4, expected a multiple of kv_heads, 3",
+        "num_attention_heads is 4, expected a multiple of num_key_value_heads, 3",
     ),
     "a wide head": (dict(head_dim=320), "head_dim is 320, expected 1 to 256"),
-    "a number that is none": (dict(rms_norm_eps="1e-5"), "eps is '1e-5', expected a number above"),
+    "a number that is none": (
+        dict(rms_norm_eps="1e-5"),
+        "rms_norm_eps is '1e-5', expected a number above",
+    ),
     "a number that is beyond all": (
         dict(rms_norm_eps=10**400),
-        "eps is 1000",
+        "rms_norm_eps is 1000",
     ),
     "a number that is not finite": (
         dict(rms_norm_eps=float("nan")),
-        "eps is nan, expected a number above 0",
+        "rms_norm_eps is nan, expected a number above 0",
     ),
-    "activation": (dict(hidden_act="mish"), "activation is 'mish', expected one of gelu, gelu_new"),
+    "activation": (dict(hidden_act="mish"), "hidden_act is 'mish', expected one of gelu, gelu_new"),
     "rope type": (
         dict(rope_scaling=dict(type="dynamic", factor=2.0)),
         "rope_type is 'dynamic', expected one of default, linear, llama3, yarn",
@@ -325,7 +328,9 @@ def test_refused_of_other_families(why: str) -> None:
 
 def test_tables_that_ask_for_what_there_is_not() -> None:
     refuse(_LLAMA, replace(LLAMA, position="sinus"), "position is 'sinus', expected one of rotary")
-    refuse(_LLAMA, replace(LLAMA, norm_place=Key("rms_norm_eps")), "norm_place is 1e-06, expected")
+    refuse(
+        _LLAMA, replace(LLAMA, norm_place=Key("rms_norm_eps")), "rms_norm_eps is 1e-06, expected"
+    )
     side_by_side = replace(LLAMA, norm_place="both", parallel=True)
     refuse(_LLAMA, side_by_side, "norm_place is 'both', expected 'before' where parallel is True")
     headless = replace(LLAMA, names=replace(LLAMA.names, head=None))
@@ -339,7 +344,11 @@ def test_tables_that_ask_for_what_there_is_not() -> None:
         )
         refuse(_LLAMA, unused, text)
     grouped = OLDER["gpt_neox"] | dict(num_key_value_heads=2)
-    refuse(grouped, GPT_NEOX, "kv_heads is 2, expected 4, as many as heads, where queries, keys")
+    refuse(
+        grouped,
+        GPT_NEOX,
+        "num_key_value_heads is 2, expected 4, as many as heads, where queries, keys",
+    )
 
 
 def test_types_beside_windows_of_some_layers() -> None:

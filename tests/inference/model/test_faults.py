@@ -193,7 +193,7 @@ UNFIT = {
     "more layers than any model has": (
         changed(num_hidden_layers=2_000_000_000),
         ValueError,
-        "layers is 2000000000, expected 1 to 10000",
+        "num_hidden_layers is 2000000000, expected 1 to 10000",
     ),
     "fewer layers than there are": (
         changed(num_hidden_layers=2),

@@ -304,6 +304,18 @@ ENDLESS = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% 
             "{{ f(60) }}",
             "the chat template takes over 1 s of a processor, expected one that ends",
         ),
+        (
+            "{% set some = range(99999) | list %}{% for i in some if -1 in some %}{% endfor %}",
+            "the chat template takes over 1 s of a processor, expected one that ends",
+        ),
+        (
+            "{% set some = range(99999) | list %}{{ some | select('in', some) | list | length }}",
+            "the chat template takes over 1 s of a processor, expected one that ends",
+        ),
+        (
+            "{% set some = (range(99999) | list) * 40 %}{{ some | map('string') | list }}" * 9,
+            "the chat template takes over 1 s of a processor, expected one that ends",
+        ),
         ("{{ 9 ** 99999999 }}", "is too large"),
         ("{{ 'a' * 10 ** 10 }}", "'a' \\* 10000000000 is too large"),
         ("{{ 10 ** 10 * [1, 2] }}", "is too large"),
@@ -314,3 +326,7 @@ def test_a_template_that_takes_too_long_is_stopped(template: str, message: str) 
         text_of(template, [{"role": "user", "content": "a"}])
     small = "{{ 2 ** 3 }}{{ '-' * 3 }}{% for i in 'ab' %}{{ loop.index }}{{ i }}{% endfor %}"
     assert text_of(small, [{"role": "user", "content": "a"}]) == "8---1a2b"
+    some = "{% for i in 'abcb' if i == 'b' %}{{ loop.index }}{{ i }}{% else %}none{% endfor %}"
+    assert text_of(some, [{"role": "user", "content": "a"}]) == "1b2b"
+    none = some.replace("abcb", "acc")
+    assert text_of(none, [{"role": "user", "content": "a"}]) == "none"

@@ -181,6 +181,10 @@ def test_a_bias_is_kept_as_it_was() -> None:
     assert made.logit_bias == ((3, -1.0), (7, 2.0)) and hash(made)
     with pytest.raises(ValueError, match=r"^generate: logit_bias has token 97, expected 0 to 96$"):
         tiny.engine().generate([5], logit_bias={3: 1, 97: 0})
+    with pytest.raises(
+        ValueError, match=r"^generate: stop_tokens has token 400, expected 0 to 96$"
+    ):
+        tiny.engine().generate([5], stop_tokens=[96, 400])
 
 
 def test_without_a_number_there_is_what_has_room() -> None:

@@ -2,6 +2,7 @@
 
 import asyncio
 import gc
+import itertools
 import random
 import threading
 import weakref
@@ -12,8 +13,10 @@ import pytest
 import tiny
 
 from deepspeed_ext.inference.execution.runner import ModelRunner
+from deepspeed_ext.inference.requests.async_stream import LoopBell
 from deepspeed_ext.inference.requests.stream import Piece
 from deepspeed_ext.inference.serving.engine import InferenceEngine
+from deepspeed_ext.threads import AwaitedThread
 
 OPTIONS: dict[str, Any] = dict(max_new_tokens=20, temperature=1.0, seed=3)
 
@@ -179,6 +182,11 @@ def test_one_of_several_is_cancelled() -> None:
 
     async def ask() -> None:
         stream = engine.stream([[1], [2]], max_new_tokens=200)
+        for wrong in (2, -1):
+            with pytest.raises(ValueError, match=rf"^stream: which is {wrong}, expected 0 to 1$"):
+                stream.cancel(wrong)
+        with pytest.raises(TypeError, match=r"^stream: which is None, expected an int$"):
+            stream.cancel(None)  # type: ignore[arg-type]
         async for piece in stream:
             if piece.prompt == 0:
                 stream.cancel(0)
@@ -281,6 +289,53 @@ def test_what_is_refused_at_once() -> None:
     tiny.check_all_is_free(engine)
 
 
+def test_a_thread_that_cannot_be_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For want of threads, or as a signal comes when it has begun: the next call has another."""
+    engine, real = tiny.engine(max_batch=2), AwaitedThread.start
+    expected = engine.generate([[1], [2]], **OPTIONS)
+
+    def none_left(thread: AwaitedThread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    def interrupted(thread: AwaitedThread) -> None:
+        real(thread)
+        raise KeyError("of a signal handler")
+
+    async def ask() -> None:
+        for start in (none_left, interrupted) * 2:
+            with monkeypatch.context() as patch:
+                patch.setattr(AwaitedThread, "start", start)
+                for _ in range(3):
+                    with pytest.raises((RuntimeError, KeyError), match=r"can't start|of a sig"):
+                        engine.stream([[1], [2]], **OPTIONS)
+            assert engine.load == (0, 0)
+            found = await asyncio.wait_for(pieces_of(engine, [[1], [2]], **OPTIONS), 60)
+            for one in expected:
+                assert joined(p.tokens for p in found if p.prompt == one.prompt) == one.tokens
+            await until_free(engine)
+
+    run(ask())
+
+
+def test_an_engine_that_is_closed_while_a_call_begins() -> None:
+    """As another thread may do: no step will come, and the call hears of it."""
+
+    class Closes(tiny.Bytes):
+        def encode(self, text: str) -> list[int]:
+            engine.close()
+            return super().encode(text)
+
+    engine = tiny.engine(tokenizer=Closes())
+
+    async def ask() -> None:
+        with pytest.raises(RuntimeError, match="was given up, as the engine was closed"):
+            await asyncio.wait_for(pieces_of(engine, "Hello"), 60)
+        while steppers():
+            await asyncio.sleep(0.001)
+
+    run(ask())
+
+
 def test_a_loop_that_ends_early_and_another_one() -> None:
     """What it left goes on for nobody, and is taken back; the engine serves the next loop."""
     engine = tiny.engine()
@@ -296,6 +351,54 @@ def test_a_loop_that_ends_early_and_another_one() -> None:
     assert sum(len(piece.tokens) for piece in found) == 3  # some may come together
     kept.clear()
     run(until_free(engine))
+
+
+def test_loops_are_let_go() -> None:
+    """Some programs have one for each call."""
+    engine, loops = tiny.engine(), list[Any]()
+
+    async def ask() -> None:
+        loops.append(weakref.ref(asyncio.get_running_loop()))
+        assert await pieces_of(engine, [[1]], max_new_tokens=2)
+        await until_free(engine)
+
+    for _ in range(3):
+        run(ask())
+    gc.collect()
+    assert [each() for each in loops] == [None] * 3
+
+
+def test_who_is_woken_when() -> None:
+    """First those that wait for their first news, in their order; others of the loop in between."""
+    order = list[Any]()
+
+    class Noted(asyncio.Event):
+        def __init__(self, name: str) -> None:
+            super().__init__()
+            self.name = name
+
+        def set(self) -> None:
+            order.append(self.name)
+
+    async def ring() -> None:
+        bell = LoopBell(asyncio.get_running_loop())
+        for i in range(20):
+            bell.add(Noted(f"other {i}"), False)
+            bell.add(Noted(f"first {i}"), True)
+        bell.ring()
+        bell.ring()
+        while "other 19" not in order:
+            await asyncio.sleep(0)
+            order.append("loop")
+        bell.add(Noted("late"), False)
+        bell.ring()
+        await asyncio.sleep(0)
+
+    run(ring())
+    names = [f"{kind} {i}" for kind in ("first", "other") for i in range(20)]
+    assert [each for each in order if each != "loop"] == [*names, "late"]
+    turns = [i for i, each in enumerate(order) if each == "loop"]
+    assert max(b - a for a, b in itertools.pairwise(turns)) <= 17
 
 
 def test_an_engine_that_is_let_go() -> None:

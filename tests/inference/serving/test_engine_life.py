@@ -334,7 +334,7 @@ def test_memory_is_given_back() -> None:
             assert str(error.value) == "generate: prompt 0 was given up, as the engine was closed"
             with pytest.raises(RuntimeError) as error:
                 engine.generate([[1]])
-            assert str(error.value) == "generate: the engine is closed, expected one that is open"
+            assert str(error.value) == "inference: the engine is closed, expected one that is open"
         assert [each() for each in kept] == [None, None], how
 
 
@@ -358,7 +358,7 @@ def test_an_engine_stays_in_its_process() -> None:
         text = pipe.read()
     os.waitpid(child, 0)
     assert text == (
-        f"generate: the engine belongs to process {os.getpid()}, expected to be used there;"
+        f"inference: the engine belongs to process {os.getpid()}, expected to be used there;"
         " start processes by spawn, and make an engine in each, as torch's threads do not outlive"
         " a fork"
     )

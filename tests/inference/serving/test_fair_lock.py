@@ -21,7 +21,7 @@ from deepspeed_ext.inference.serving.fair_lock import FairLock
 MANY: dict[str, Any] = dict(max_new_tokens=40, temperature=1.0, seed=1, logprobs=0)
 PROMPTS = [[1, 2], [3]]
 NO_STEP = (
-    "generate: the engine computes a step, expected no other within it, as a signal handler, a"
+    "inference: the engine computes a step, expected no other within it, as a signal handler, a"
     " finalizer or a tokenizer may ask for"
 )
 
@@ -348,7 +348,7 @@ def test_a_fork_in_the_middle_of_a_step(monkeypatch: pytest.MonkeyPatch) -> None
         with os.fdopen(read) as pipe:
             text = pipe.read()
         os.waitpid(child, 0)
-    assert text.startswith(f"generate: the engine belongs to process {os.getpid()}, expected")
+    assert text.startswith(f"inference: the engine belongs to process {os.getpid()}, expected")
 
 
 def test_whoever_waits_looks_again_when_nobody_wakes_it(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import family_cases
+import numpy as np
 import pytest
 import tiny
 import torch
@@ -205,7 +206,7 @@ def test_logits_that_are_not_finite() -> None:
     engine = tiny.engine(of=tiny.decoder(poisoned=9))
     with pytest.raises(RuntimeError) as error:
         engine.score([[1, 2, 3], [4, 9, 5]])
-    text = "generate: the logits for token 2 of prompt 1 have nan as the largest, expected finite"
+    text = "score: the logits for token 2 of prompt 1 have nan as the largest, expected finite"
     assert str(error.value).startswith(text)
     assert len(engine.score([[4, 5, 9]])[0].logprobs) == 2  # none is scored by the last
     out = engine(torch.tensor([[4, 9, 5]])).logits[0]
@@ -230,8 +231,8 @@ def refusals() -> Iterator[tuple[Any, type[Exception], str]]:
     yield lambda e: e.score([[1]], top_logprobs=21), ValueError, "score: top_logprobs is 21, expect"
     yield lambda e: e.score([[1]], top_logprobs=-1), ValueError, "score: top_logprobs is -1, expec"
     yield lambda e: e.score([[1]], top_logprobs=True), TypeError, "score: top_logprobs is True, ex"
-    yield lambda e: e.score([[1], []]), ValueError, "generate: prompt 1 is empty, expected"
-    yield lambda e: e.score([[1] * 257]), ValueError, "generate: prompt 0 has 257 tokens and max_"
+    yield lambda e: e.score([[1], []]), ValueError, "score: prompt 1 is empty, expected"
+    yield lambda e: e.score([[1] * 257]), ValueError, "score: prompt 0 has 257 tokens, expected"
     yield lambda e: e([[1]]), TypeError, "InferenceEngine: input_ids is a list, expected a tensor"
     yield lambda e: e(ids[0]), ValueError, "InferenceEngine: input_ids has shape [3], expected (te"
     yield lambda e: e(ids.float()), ValueError, "InferenceEngine: input_ids has dtype torch.float"
@@ -246,7 +247,20 @@ def refusals() -> Iterator[tuple[Any, type[Exception], str]]:
     nan = torch.full((2, 3), math.nan)
     yield lambda e: e(ids, nan), ValueError, "InferenceEngine: attention_mask has nan, expected 0"
     long = torch.ones(1, 257, dtype=torch.int64)
-    yield lambda e: e(long), ValueError, "generate: prompt 0 has 257 tokens and max_new_tokens is"
+    text = "InferenceEngine: row 0 has 257 tokens, expected at most 256, the max_tokens of the en"
+    yield lambda e: e(long), ValueError, text
+    yield lambda e: e.score([[97]]), ValueError, "score: prompt 0 has token 97, expected 0 to 96"
+    yield lambda e: e.score("a"), ValueError, "score: prompt 0 is text, expected numbers of token"
+    yield lambda e: e.score(ids.float()), TypeError, "score: prompts has dtype torch.float32, exp"
+    yield lambda e: e.score({1}), TypeError, "score: prompts is {1}, expected text, numbers of to"
+    yield lambda e: e.score(None), TypeError, "score: nothing is given, expected prompts or input"
+    masked = dict(attention_mask=[[1]])
+    text = "score: attention_mask has 1 rows, expected 2, one for each prompt"
+    yield lambda e: e.score(ids, **masked), ValueError, text
+    text = "score: attention_mask has length 1 for prompt 0, expected 3, that of the prompt"
+    yield lambda e: e.score(ids[:1], **masked), ValueError, text
+    text = "score: attention_mask is [1, [1]], expected 0 or 1 for each token"
+    yield lambda e: e.score(ids, attention_mask=[1, [1]]), TypeError, text
 
 
 @pytest.mark.parametrize(("ask", "kind", "text"), [*refusals()], ids=lambda v: str(v)[:40])
@@ -255,9 +269,45 @@ def test_refusals(ask: Any, kind: type[Exception], text: str) -> None:
         ask(tiny.engine())
 
 
+def test_pages_that_are_too_few() -> None:
+    engine = tiny.engine(pages=2)
+    text = "has 129 tokens, which is 3 pages of 64, expected at most 2, the pages of the engine"
+    with pytest.raises(ValueError, match=f"^score: prompt 0 {text}$"):
+        engine.score([[1] * 129])
+    with pytest.raises(ValueError, match=f"^InferenceEngine: row 0 {text}$"):
+        engine(torch.ones(1, 129, dtype=torch.int64))
+    text = "has 129 tokens and max_new_tokens is 0, which is 3 pages of 64, expected at most 2, the"
+    with pytest.raises(ValueError, match=f"^generate: prompt 0 {text} pages of the engine$"):
+        engine.generate([[1] * 129], max_new_tokens=0)
+
+
+def test_how_many_are_told_may_be_numpys() -> None:
+    engine = tiny.engine()
+    for number in (np.int64(2), np.uint8(2)):
+        found = engine.score([[1, 2, 3]], top_logprobs=number)  # type: ignore[arg-type]
+        assert found == engine.score([[1, 2, 3]], top_logprobs=2)
+    for wrong in (np.float64(2), np.array([2]), torch.tensor(2), "2", None):
+        with pytest.raises(TypeError, match=r"^score: top_logprobs is .*, expected an int$"):
+            engine.score([[1, 2, 3]], top_logprobs=wrong)
+
+
+def test_whatever_a_mask_leaves_out() -> None:
+    """As -100, which loss functions pass over."""
+    engine = tiny.engine()
+    ids, mask = torch.tensor([[-100, 5, 6], [7, 8, 2**40]]), torch.tensor([[0, 1, 1], [1, 1, 0]])
+    plain = [[5, 6], [7, 8]]
+    assert engine.score(ids, attention_mask=mask) == engine.score(plain)
+    found = engine.generate(ids, attention_mask=mask, max_new_tokens=3, seed=1)
+    assert found == engine.generate(plain, max_new_tokens=3, seed=1)
+    logits = engine(ids, mask).logits
+    assert torch.equal(logits[0, 1:], engine(torch.tensor([[5, 6]])).logits[0])
+    with pytest.raises(ValueError, match=r"^generate: prompt 0 has token -100, expected 0 to 96$"):
+        engine.generate(ids, attention_mask=torch.ones_like(mask))
+
+
 def test_a_closed_engine() -> None:
     engine = tiny.engine()
     engine.close()
     for ask in (lambda: engine.score([[1]]), lambda: engine(torch.tensor([[1]]))):
-        with pytest.raises(RuntimeError, match=r"^generate: the engine is closed"):
+        with pytest.raises(RuntimeError, match=r"^inference: the engine is closed"):
             ask()
