@@ -2,7 +2,7 @@
 
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import fields
 from functools import partial
 from pathlib import Path
@@ -233,7 +233,7 @@ class _Loading:
             shards, names = source.folder.shards, self._asked
             with FolderTensors(shards, names, self._device, settings.progress) as tensors:
                 given = self._merged(tensors)
-                weights = self._take(given, quantizers, memory=memory)
+                weights = self._take(given, quantizers, memory=memory, own=tensors.own)
         some = [quantizer for quantizer in quantizers if quantizer is not None]
         return weights, report_of(weights, some) if some else None
 
@@ -285,6 +285,7 @@ class _Loading:
         quantizers: tuple[Quantizer | None, Quantizer | None],
         device: torch.device | None = None,
         memory: WeightMemory | None = None,
+        own: Collection[str] = (),
     ) -> Weights:
         weights = Taker(
             self._policy,
@@ -296,6 +297,7 @@ class _Loading:
             *quantizers,
             memory,
             self._source.packed,
+            own,
         ).take()
         rounded = self._settings.input_format
         return weights if rounded is None else with_input_format(weights, rounded)
