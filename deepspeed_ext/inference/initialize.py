@@ -231,7 +231,8 @@ class _Loading:
             weights = self._take(given, quantizers, memory=memory)
         else:
             shards, names = source.folder.shards, self._asked
-            with FolderTensors(shards, names, self._device, settings.progress) as tensors:
+            on_host = () if source.packed is None else source.packed.on_host
+            with FolderTensors(shards, names, self._device, settings.progress, on_host) as tensors:
                 given = self._merged(tensors)
                 weights = self._take(given, quantizers, memory=memory, own=tensors.own)
         some = [quantizer for quantizer in quantizers if quantizer is not None]

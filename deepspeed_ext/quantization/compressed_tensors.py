@@ -51,6 +51,12 @@ class PackSettings:
     symmetric: bool
     act_order: bool
 
+    @property
+    def on_host(self) -> tuple[str, ...]:
+        """Those whose values are looked at; see `Packing`."""
+        looked_at = "weight_g_idx", "weight_shape"
+        return (*looked_at, "weight_zero_point") if self.symmetric else looked_at
+
     def stored(self, what: str, tensors: Mapping[str, Tensor], length: int) -> StoredWeight:
         """Return the weight of a layer; see `Packing`."""
         words, scales = tensors["weight_packed"], tensors.get("weight_scale")

@@ -32,7 +32,6 @@ from deepspeed_ext.quantization.layout import make_layout
 from deepspeed_ext.quantization.stored_weight import StoredWeight, order_of, words_of
 
 _PER_WORD = 8
-_AWQ_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)  # in a word, of rows 0 to 7
 _ZERO_OF_SYMMETRIC = 8
 _ONES = 0x11111111
 
@@ -56,6 +55,11 @@ class Int4Settings:
     symmetric: bool
     zeros_less_one: bool
     act_order: bool
+
+    @property
+    def on_host(self) -> tuple[str, ...]:
+        """Those whose values are looked at; see `Packing`."""
+        return ("g_idx", "qzeros") if self.symmetric else ("g_idx",)
 
     def stored(
         self, what: str, tensors: Mapping[str, Tensor], length: int | None = None
@@ -223,5 +227,6 @@ def _signed(word: int) -> int:
 
 def _awq_rows(words: Tensor) -> Tensor:
     """Return the same in the order of rows."""
-    shifts = torch.tensor([4 * place for place in _AWQ_PLACES], device=words.device)
+    row = torch.arange(_PER_WORD, device=words.device)  # a list would have to be copied up
+    shifts = 4 * (row % 2 * 4 + row // 2)
     return (words[..., None] >> shifts & 15).flatten(-2)

@@ -45,10 +45,15 @@ class Packing(Protocol):
     Attributes:
         mark: the tensor that says that a layer is stored so.
         parts: all tensors that a layer may have, beside its bias.
+        on_host: those of them that may stay on the CPU, and better do: their values are looked at,
+            and CUDA would have to be waited for.
     """
 
     mark: ClassVar[str]
     parts: ClassVar[tuple[str, ...]]
+
+    @property
+    def on_host(self) -> tuple[str, ...]: ...
 
     def stored(self, what: str, tensors: Mapping[str, Tensor], length: int) -> Stored:
         """Return the weight of a layer; of tensors on meta, all but its values.

@@ -117,10 +117,10 @@ class Described(Mapping[str, Tensor]):
 class FolderTensors(Mapping[str, Tensor]):
     """The tensors of files, read when they are asked for, each once.
 
-    Those of a layer are read together, and the next layer while this one is worked on, so that no
-    more than two layers lie about. On the CPU these share memory, which is used again and again: a
-    tensor of a layer has its values until one of another group is asked for. Those of no layer have
-    memory of their own, and may be kept.
+    Those of a layer are read together, as are those between layers, and the next ones while these
+    are worked on, so that no more than two layers lie about. On the CPU these share memory, which
+    is used again and again: a tensor of a layer has its values until one of another group is asked
+    for. Those of no layer have memory of their own, and may be kept.
 
     Use it as a context: it has a thread and an I/O engine.
 
@@ -275,12 +275,12 @@ def _layer_of(name: str) -> str | None:
 
 
 def _by_layer(names: Sequence[str]) -> list[list[str]]:
-    """Cut names into those of a layer, alike up to their first number, and single ones."""
+    """Cut names into those of a layer, alike up to their first number, and of none in between."""
     groups: list[list[str]] = []
     last = None
     for name in dict.fromkeys(names):
         layer = _layer_of(name)
-        if layer is not None and layer == last:
+        if groups and layer == last:
             groups[-1].append(name)
         else:
             groups.append([name])

@@ -13,7 +13,7 @@ from deepspeed_ext.inference.weights.linear import Linear
 from deepspeed_ext.quantization.layout import WeightLayout
 from deepspeed_ext.quantization.linear import NOTE, QuantizedLinear
 from deepspeed_ext.quantization.packing import packed
-from deepspeed_ext.quantization.stored_weight import Packing, Stored
+from deepspeed_ext.quantization.stored_weight import Packing, Stored, copy_up
 
 _OP = "init_inference"
 _OWN = ("codes", "scales", "offsets", "order", NOTE)
@@ -28,6 +28,10 @@ class PackedLayers(Protocol):
     @property
     def parts(self) -> tuple[str, ...]:
         """The tensors that such a layer may have, beside its bias."""
+
+    @property
+    def on_host(self) -> tuple[str, ...]:
+        """Those of them that had better be on the CPU, as their values are looked at."""
 
     def stored(self, name: str, tensors: Mapping[str, Tensor], length: int) -> Stored:
         """Return the weight of a layer; of tensors on meta, all but its values.
@@ -72,6 +76,10 @@ class FolderLayers:
     def parts(self) -> tuple[str, ...]:
         return self._packing.parts
 
+    @property
+    def on_host(self) -> tuple[str, ...]:
+        return self._packing.on_host
+
     def stored(self, name: str, tensors: Mapping[str, Tensor], length: int) -> Stored:
         return self._packing.stored(f"{_OP}: {name} of {self._folder}", tensors, length)
 
@@ -93,6 +101,10 @@ class ModuleLayers:
     @property
     def parts(self) -> tuple[str, ...]:
         return _OWN
+
+    @property
+    def on_host(self) -> tuple[str, ...]:
+        return "order", NOTE
 
     def stored(self, name: str, tensors: Mapping[str, Tensor], length: int) -> Stored:
         layout = self._layouts[name]
@@ -119,7 +131,7 @@ class _OwnWeight:
         for name in self.layout.tensors().keys() - {"codes", "order"}:
             into[name][:, :n].copy_(self.own[name][:, :n])
         if self.layout.act_order:
-            into["order"].copy_(self.own["order"])
+            copy_up(self.own["order"], into["order"])
 
 
 def quantized_in(model: nn.Module) -> dict[str, QuantizedLinear]:
