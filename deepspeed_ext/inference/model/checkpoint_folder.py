@@ -12,10 +12,15 @@ import torch
 from torch import Tensor
 from tqdm import tqdm  # type: ignore[import-untyped]
 
-from deepspeed_ext.io import AsyncIO, SavedTensor
+from deepspeed_ext.io import AsyncIO, SavedTensor, inspect
 from deepspeed_ext.io.checkpoint.neighbour_reader import BESIDE_BYTES, ReusedPages
 from deepspeed_ext.io.checkpoint.shards import Shards, read_json
+from deepspeed_ext.quantization.files import saved_buffers
+from deepspeed_ext.quantization.filling import notes_in
+from deepspeed_ext.quantization.layout import MOST_NOTE_BYTES, WeightLayout
+from deepspeed_ext.quantization.linear import NOTE
 from deepspeed_ext.quantization.published import packing_of, settings_in
+from deepspeed_ext.quantization.stored_weight import Packing
 from deepspeed_ext.threads import AwaitedThread, answer
 
 _OP = "init_inference"
@@ -34,7 +39,9 @@ class ModelFolder:
     Attributes:
         path: likewise.
         config: of config.json.
-        packing: how weights are stored that come quantized; None: as floats.
+        layers: those that `save_quantized` has saved, by name, with layout and dtype.
+        buffers: that it has saved, too, by name; of these `shards` knows nothing.
+        packing: how weights are stored that others have quantized; None: as floats, or as `layers`.
         generation_config: of generation_config.json; empty if there is none.
         shards: the files with tensors.
 
@@ -52,10 +59,14 @@ class ModelFolder:
         self.path = path
         self._check_adapter()
         self.config = _fields(path / "config.json")
-        settings = settings_in(_OP, path, self.config)
-        self.packing = None if settings is None else packing_of(f"{_OP}: {path}", settings)
         self.generation_config = self.fields_of("generation_config.json")
         self.shards = Shards(_OP, path)
+        self.layers = self._saved_layers()
+        self.buffers = self._saved_buffers() if self.layers else {}
+        self.packing: Packing | None = None
+        settings = settings_in(_OP, path, self.config)
+        if settings is not None and not self.layers:  # else they tell of before it was loaded
+            self.packing = packing_of(f"{_OP}: {path}", settings)
 
     def described(self) -> "Described":
         """Return the tensors without values."""
@@ -65,6 +76,30 @@ class ModelFolder:
         """Return what a file of the folder says, nothing if it is not there."""
         path = self.path / name
         return _fields(path) if path.exists() else {}
+
+    def _saved_layers(self) -> dict[str, tuple[WeightLayout, torch.dtype]]:
+        files = self.shards.files
+        notes = [
+            n for n in files if n.endswith(f".{NOTE}") and f"{n.removesuffix(NOTE)}codes" in files
+        ]
+        for name in notes:
+            if self.shards.tensors[name].nbytes > MOST_NOTE_BYTES:
+                raise ValueError(f"{_OP}: {self.path}: {name} is no note of a quantized layer")
+        with AsyncIO() as engine:
+            loaded = self.shards.load(notes, torch.device("cpu"), engine) if notes else {}
+        return notes_in(f"{_OP}: {self.path}", loaded)
+
+    def _saved_buffers(self) -> dict[str, Tensor]:
+        """Take those out that are in no state dict."""
+        names = set[str]()
+        for file in set(self.shards.files.values()):
+            names |= saved_buffers(inspect(file).metadata)
+        names &= self.shards.files.keys()
+        with AsyncIO() as engine:
+            found = self.shards.load(sorted(names), torch.device("cpu"), engine) if names else {}
+        for name in names:
+            del self.shards.files[name], self.shards.tensors[name]
+        return found
 
     def _check_adapter(self) -> None:
         if (self.path / _ADAPTER).exists():  # of which the other files say nothing

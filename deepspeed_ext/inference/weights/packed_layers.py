@@ -84,11 +84,11 @@ class FolderLayers:
         return self._packing.stored(f"{_OP}: {name} of {self._folder}", tensors, length)
 
 
-class ModuleLayers:
-    """Those of a module.
+class OwnLayers:
+    """Those that are `QuantizedLinear`, in a module or in a file that `save_quantized` has saved.
 
     Args:
-        layouts: of each `QuantizedLinear`, by name.
+        layouts: of each, by name.
     """
 
     def __init__(self, layouts: Mapping[str, WeightLayout]) -> None:
@@ -108,6 +108,9 @@ class ModuleLayers:
 
     def stored(self, name: str, tensors: Mapping[str, Tensor], length: int) -> Stored:
         layout = self._layouts[name]
+        for part in layout.tensors():
+            if part not in tensors:
+                raise ValueError(f"{_OP}: {name} has no {part}, expected it beside {NOTE}")
         problem = layout.misfit(tensors)
         if problem is not None:
             raise ValueError(f"{_OP}: {name} has a QuantizedLinear of which {problem}")
