@@ -91,8 +91,9 @@ def init_inference(
     configuration, and whether all has room, are checked before the first is read.
 
     Weights that come quantized stay so, bit for bit, and are never floats: of a folder of GPTQ, AWQ
-    (4 bits) or compressed-tensors (pack-quantized, 4 or 8 bits), and of a module those of its
-    `QuantizedLinear`. There is no report of them.
+    (4 bits), compressed-tensors (pack-quantized, 4 or 8 bits) or with a file of `save_quantized`,
+    and of a module those of its `QuantizedLinear`. There is no report of them, as the floats that
+    they were made of are not there.
 
     Of a generation config the tokens that end a text and that for padding count, and nothing else:
     how tokens are sampled is said by each call, see ``SamplingOptions``.

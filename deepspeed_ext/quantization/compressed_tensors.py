@@ -57,11 +57,16 @@ class PackSettings:
         looked_at = "weight_g_idx", "weight_shape"
         return (*looked_at, "weight_zero_point") if self.symmetric else looked_at
 
-    def stored(self, what: str, tensors: Mapping[str, Tensor], length: int) -> StoredWeight:
-        """Return the weight of a layer; see `Packing`."""
-        words, scales = tensors["weight_packed"], tensors.get("weight_scale")
-        if scales is None:
-            raise ValueError(f"{what} has no weight_scale, expected it beside weight_packed")
+    def stored(
+        self, what: str, tensors: Mapping[str, Tensor], length: int | None = None
+    ) -> StoredWeight:
+        """Return the weight of a layer; see `Packing`. Without a length the tensors say it."""
+        for name in ("weight_packed", "weight_scale"):
+            if name not in tensors:
+                raise ValueError(f"{what} has no {name}, expected it beside {', '.join(tensors)}")
+        words, scales = tensors["weight_packed"], tensors["weight_scale"]
+        if length is None:
+            length = _length(what, tensors, self.bits)
         n = len(words) if words.dim() > 0 else 0
         want = n, -(-length * self.bits // _WORD)
         if words.dtype != torch.int32 or words.shape != want:
@@ -130,6 +135,18 @@ def _check_shape(what: str, given: Tensor | None, shape: tuple[int, int]) -> Non
         raise ValueError(
             f"{what} has weight_shape {given.flatten()[:4].tolist()}, expected {list(shape)}"
         )
+
+
+def _length(what: str, tensors: Mapping[str, Tensor], bits: int) -> int:
+    """Return how long rows are, which weight_shape says; words may have more room."""
+    words, shape = tensors["weight_packed"], tensors.get("weight_shape")
+    if shape is None:
+        return (words.shape[-1] if words.dim() else 0) * (_WORD // bits)
+    if shape.is_floating_point() or shape.shape != (2,) or int(shape[1]) < 0:
+        raise ValueError(
+            f"{what} has weight_shape {shape.flatten()[:4].tolist()}, expected two whole numbers"
+        )
+    return int(shape[1])
 
 
 def read_pack_settings(what: str, config: Mapping[str, Any]) -> PackSettings:

@@ -163,7 +163,9 @@ def in_threads(tasks: Sequence[Callable[[], object]]) -> None:
 
 def words_of(words: Tensor, bits: int = 4) -> Tensor:
     """Return the numbers of each int32 along the last dimension, as uint8."""
-    as_bytes = words.contiguous().view(torch.uint8)
+    # Of one word in each row the stride may be any; a flat tensor has 1.
+    flat = words.contiguous().view(-1).view(torch.uint8)
+    as_bytes = flat.view(*words.shape[:-1], 4 * words.shape[-1])
     return as_bytes if bits == 8 else unpack_nibbles(as_bytes, words.shape[-1] * 8)
 
 

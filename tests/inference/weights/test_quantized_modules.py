@@ -1,6 +1,7 @@
 """Engines of modules whose layers are QuantizedLinear: taken as they are, bit for bit."""
 
 import copy
+import functools
 import shutil
 from pathlib import Path
 from typing import Any
@@ -8,13 +9,14 @@ from typing import Any
 import pytest
 import torch
 from encoder_cases import make
-from family_cases import InDouble, exact, model_of, run
+from family_cases import InDouble, cache_for, exact, model_of, run
 from published_cases import METHODS, Published
 from torch import Tensor, nn
 
 from deepspeed_ext.inference.initialize import init_inference
 from deepspeed_ext.inference.weights.linear import Linear, Stack
 from deepspeed_ext.io import load, save
+from deepspeed_ext.ops import record
 from deepspeed_ext.quantization import (
     QuantizedLinear,
     load_int4_checkpoint,
@@ -144,8 +146,14 @@ def test_weights_that_differ_stay_apart() -> None:
     assert [each.input_format for each in rounding.qkv.weight.parts] == ["int8", "int8", None]
 
 
-@pytest.mark.parametrize("method", ["gptq", "gptq-act-order", "awq"])
-@pytest.mark.parametrize("shares_order", [True, False])
+@pytest.mark.parametrize(
+    ("method", "shares_order"),
+    [
+        *((each, True) for each in ("gptq", "awq", "pack-4", "pack-4-zeros", "pack-8-zeros")),
+        *((each, True) for each in ("gptq-act-order", "pack-8-act-order", "pack-4-rows")),
+        *((each, False) for each in ("gptq-act-order", "pack-4-act-order")),
+    ],
+)
 def test_a_module_and_its_folder_are_one(method: str, shares_order: bool, tmp_path: Path) -> None:
     """The engine's bits are those of the module, with act-order too."""
     from transformers import LlamaForCausalLM
@@ -163,6 +171,21 @@ def test_a_module_and_its_folder_are_one(method: str, shares_order: bool, tmp_pa
         assert_has_the_bits(engine, model)
     states = [run(engine.decoder, TOKENS, (32, *range(70, 75))) for engine in engines]
     assert torch.equal(*states)
+
+
+def test_steps_with_act_order_are_recorded(tmp_path: Path) -> None:
+    Published(tmp_path, "llama", METHODS["gptq-act-order"])
+    decoder: Any = init_inference(tmp_path, device="cpu", dtype="float32").decoder
+    assert decoder.weights.layers[0].qkv.order is not None
+    cache, slots = cache_for(decoder), torch.zeros(1, dtype=torch.int32)
+    step = functools.partial(decoder.step, cache=cache, slots=slots)
+    with torch.no_grad():
+        cache.reserve(0, 1)
+        _, recorded = record(step, decoder.embedded(torch.tensor([[1]]), cache, slots))
+        assert recorded.problem is None
+        cache.reserve(0, 1)
+        x = decoder.embedded(torch.tensor([[2]]), cache, slots)
+        assert torch.equal(recorded(x), step(x))
 
 
 @pytest.mark.parametrize("case", ["llama", "gpt2"])
