@@ -214,10 +214,12 @@ def linear_of(
         each.write({name: _rows_of(name, tensor, begin, end) for name, tensor in made.items()})
         begin = end
     if rows is not None and device.type != "meta":
+        there = torch.empty_like(rows, device=device)
+        copy_up(rows, there)
         for name, tensor in made.items():
             if name != "order":
                 part = _rows_of(name, tensor, 0, n)
-                part.copy_(part.index_select(0 if name == "codes" else 1, rows.to(device)))
+                part.copy_(part.index_select(0 if name == "codes" else 1, there))
     order = made.pop("order", None)
     if layout.is_float8:
         return Linear(Float8Weight(made["codes"], made["scales"], layout))
