@@ -36,7 +36,7 @@ ROOMS = {  # inside of a package, likewise; its __init__ may import all
     "io/checkpoint": (
         ("format", "fresh_pages", "new_file", "packed_writer"),
         ("grouped_reader", "saved_tensors"),
-        ("saved_ties",),
+        ("neighbour_reader", "saved_ties"),
         ("state_dict",),
         ("shards",),
     ),

@@ -66,7 +66,7 @@ void check_order(const Repack& call) {
   }
 }
 
-constexpr int64_t kBytesPerThread = 1 << 17;  // some 50 us: less is not worth a thread
+constexpr int64_t kBytesPerThread = 1 << 20;  // some ms; who has less may be one of many threads
 
 void run(const Repack& call, const TensorView& words) {
   const Isa isa = current_isa();  // may throw, and nothing may throw in a parallel region

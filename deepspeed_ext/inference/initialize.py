@@ -2,7 +2,7 @@
 
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import fields
 from functools import partial
 from pathlib import Path
@@ -91,8 +91,9 @@ def init_inference(
     configuration, and whether all has room, are checked before the first is read.
 
     Weights that come quantized stay so, bit for bit, and are never floats: of a folder of GPTQ, AWQ
-    (4 bits) or compressed-tensors (pack-quantized, 4 or 8 bits), and of a module those of its
-    `QuantizedLinear`. There is no report of them.
+    (4 bits), compressed-tensors (pack-quantized, 4 or 8 bits) or with a file of `save_quantized`,
+    and of a module those of its `QuantizedLinear`. There is no report of them, as the floats that
+    they were made of are not there.
 
     Of a generation config the tokens that end a text and that for padding count, and nothing else:
     how tokens are sampled is said by each call, see ``SamplingOptions``.
@@ -231,9 +232,10 @@ class _Loading:
             weights = self._take(given, quantizers, memory=memory)
         else:
             shards, names = source.folder.shards, self._asked
-            with FolderTensors(shards, names, self._device, settings.progress) as tensors:
+            on_host = () if source.packed is None else source.packed.on_host
+            with FolderTensors(shards, names, self._device, settings.progress, on_host) as tensors:
                 given = self._merged(tensors)
-                weights = self._take(given, quantizers, memory=memory)
+                weights = self._take(given, quantizers, memory=memory, own=tensors.own)
         some = [quantizer for quantizer in quantizers if quantizer is not None]
         return weights, report_of(weights, some) if some else None
 
@@ -285,6 +287,7 @@ class _Loading:
         quantizers: tuple[Quantizer | None, Quantizer | None],
         device: torch.device | None = None,
         memory: WeightMemory | None = None,
+        own: Collection[str] = (),
     ) -> Weights:
         weights = Taker(
             self._policy,
@@ -296,6 +299,7 @@ class _Loading:
             *quantizers,
             memory,
             self._source.packed,
+            own,
         ).take()
         rounded = self._settings.input_format
         return weights if rounded is None else with_input_format(weights, rounded)

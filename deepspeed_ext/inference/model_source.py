@@ -18,12 +18,12 @@ from deepspeed_ext.inference.model.checkpoint_folder import ModelFolder
 from deepspeed_ext.inference.model.policy import Config, Policy
 from deepspeed_ext.inference.weights.packed_layers import (
     FolderLayers,
-    ModuleLayers,
+    OwnLayers,
     PackedLayers,
     quantized_in,
 )
 from deepspeed_ext.io import SavedTensor
-from deepspeed_ext.quantization.linear import QuantizedLinear
+from deepspeed_ext.quantization.layout import WeightLayout
 from deepspeed_ext.torch_internals.modules import (
     ORIGINAL,
     forward_hooks_of,
@@ -42,7 +42,7 @@ class ModelSource:
         config: of the model.
         tensors: without values in the case of a folder.
         folder: None for a module.
-        buffers: of a module, those too that are no part of its state dict.
+        buffers: of a module, those too that are no part of its state dict; of a folder, only these.
         packed: which layers come quantized; None: none.
     """
 
@@ -51,15 +51,14 @@ class ModelSource:
         self.tensors: Mapping[str, Tensor] | Mapping[str, SavedTensor]
         self.buffers: Mapping[str, Tensor] = {}
         self.packed: PackedLayers | None = None
-        self._layers: Mapping[str, QuantizedLinear] = {}
+        self._layers: Mapping[str, tuple[WeightLayout, torch.dtype]] = {}
         if isinstance(model, nn.Module):
             model = _unwrapped(model)
             self.config = _as_dict(getattr(model, "config", None))
             self._generation = _as_dict(getattr(model, "generation_config", None) or {})
             _check_layers(model)
-            self._layers = quantized_in(model)
-            if self._layers:
-                self.packed = ModuleLayers({n: each.layout for n, each in self._layers.items()})
+            found = quantized_in(model)
+            self._layers = {name: (each.layout, each.dtype) for name, each in found.items()}
             self.tensors = model.state_dict()
             _check_tensors(self.tensors)
             self.buffers = dict(model.named_buffers())
@@ -68,12 +67,15 @@ class ModelSource:
             self.config = self.folder.config
             self._generation = self.folder.generation_config
             self.tensors = self.folder.shards.tensors
+            self._layers, self.buffers = self.folder.layers, self.folder.buffers
             if self.folder.packing is not None:
                 self.packed = FolderLayers(self.folder.packing, list(self.tensors), model)
         else:
             raise TypeError(
                 f"{_OP}: model is {type(model).__name__}, expected a module or the path of a folder"
             )
+        if self._layers:
+            self.packed = OwnLayers({name: layout for name, (layout, _) in self._layers.items()})
 
     def dtype(self) -> torch.dtype:
         """Return what the model is computed in: what its folder names, or most of its bytes are."""
@@ -86,8 +88,8 @@ class ModelSource:
             for name, each in self.tensors.items()
             if name.rpartition(".")[0] not in self._layers  # whose scales are float32
         }
-        for layer in {id(each): each for each in self._layers.values()}.values():
-            sizes[layer.dtype] += math.prod(layer.layout.shape) * layer.dtype.itemsize
+        for layout, dtype in {id(each[0]): each for each in self._layers.values()}.values():
+            sizes[dtype] += math.prod(layout.shape) * dtype.itemsize
         for each in places.values():
             if each.dtype is not None and each.dtype.is_floating_point:  # masks may be large
                 sizes[each.dtype] += each.nbytes

@@ -29,14 +29,15 @@ _op = define(
 # In the order of csrc/replay/replay_ops.cpp.
 _KINDS = ("none", "Tensor", "Optional[Tensor]", "int", "Optional[int]", "bool", "float")
 _CALL, _VIEW = 0, 1
+_OF_TORCH = (torch.ops.aten.index_select.default,)  # called again too; it writes to nothing
 
 
 def record(function: Callable[..., Tensor], *inputs: Tensor) -> tuple[Tensor, "Recorded"]:
     """Call a function, and return what it does as well as its result.
 
     Args:
-        function: of tensors, to a tensor. It calls ops of this package and makes views of tensors;
-            all else that it does with them, and with numbers, is not done again.
+        function: of tensors, to a tensor. It calls ops of this package and index_select, and makes
+            views of tensors; all else that it does with them, and with numbers, is not done again.
         inputs: that it is called with. Later ones must have the same shapes, dtypes and strides.
     """
     # New ones: an input may be given twice, or be what the function has from elsewhere.
@@ -61,7 +62,7 @@ class Recorded:
     def __init__(self, recorder: "_Recorder", result: Tensor) -> None:
         self.problem = recorder.problem
         if self.problem is None and id(result) not in recorder.places:
-            self.problem = "it returns what no op of this package has left"
+            self.problem = "it returns what no op that is called again has left"
         if self.problem is not None:
             return
         inputs = recorder.given[: recorder.inputs]
@@ -164,7 +165,7 @@ class _Recorder(TorchDispatchMode):
         out = func(*args, **kwargs)
         if self.problem is None:
             results = [] if out is None else list(out) if isinstance(out, tuple | list) else [out]
-            if func.namespace == "deepspeed_ext":
+            if func.namespace == "deepspeed_ext" or func in _OF_TORCH:
                 self._add_call(func, args, kwargs, results)
             else:
                 self._add_views(func, [a for a in args if isinstance(a, Tensor)], results)

@@ -13,8 +13,9 @@ bits. Codes are q + 8, or of 8 bits q + 128, in an int32 from its lowest bits on
 See: the package compressed-tensors, `compressors/pack_quantized`.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -50,11 +51,22 @@ class PackSettings:
     symmetric: bool
     act_order: bool
 
-    def stored(self, what: str, tensors: Mapping[str, Tensor], length: int) -> StoredWeight:
-        """Return the weight of a layer; see `Packing`."""
-        words, scales = tensors["weight_packed"], tensors.get("weight_scale")
-        if scales is None:
-            raise ValueError(f"{what} has no weight_scale, expected it beside weight_packed")
+    @property
+    def on_host(self) -> tuple[str, ...]:
+        """Those whose values are looked at; see `Packing`."""
+        looked_at = "weight_g_idx", "weight_shape"
+        return (*looked_at, "weight_zero_point") if self.symmetric else looked_at
+
+    def stored(
+        self, what: str, tensors: Mapping[str, Tensor], length: int | None = None
+    ) -> StoredWeight:
+        """Return the weight of a layer; see `Packing`. Without a length the tensors say it."""
+        for name in ("weight_packed", "weight_scale"):
+            if name not in tensors:
+                raise ValueError(f"{what} has no {name}, expected it beside {', '.join(tensors)}")
+        words, scales = tensors["weight_packed"], tensors["weight_scale"]
+        if length is None:
+            length = _length(what, tensors, self.bits)
         n = len(words) if words.dim() > 0 else 0
         want = n, -(-length * self.bits // _WORD)
         if words.dtype != torch.int32 or words.shape != want:
@@ -82,32 +94,38 @@ class PackSettings:
         layout = make_layout(what, format, (n, length), group, self.symmetric, None, has_order)
         return StoredWeight(layout, words, scales.t(), zeros, order)
 
-    def _zeros(self, what: str, given: Tensor | None, shape: tuple[int, int]) -> Tensor | None:
-        """Return the code that stands for zero, of each group and row; None: the one of q = 0."""
+    def _zeros(
+        self, what: str, given: Tensor | None, shape: tuple[int, int]
+    ) -> Callable[[int, int], Tensor] | None:
+        """Return the codes that stand for zero; see `StoredWeight`."""
         if given is None:
             if self.symmetric:
                 return None
             raise ValueError(f"{what} has no weight_zero_point, expected it, as symmetric is false")
         groups, n = shape
-        half = 1 << self.bits - 1
         packed = -(-n * self.bits // _WORD), groups
-        if given.dtype == torch.int32 and given.shape == packed:
-            zeros = given.new_empty(shape) if given.is_meta else words_of(given.t(), self.bits)
-            zeros = zeros[:, :n]
-        elif given.dtype == torch.int8 and given.shape == (n, groups):
-            zeros = given.t().int() + half
-        else:
+        is_packed = given.dtype == torch.int32 and given.shape == packed
+        if not is_packed and (given.dtype != torch.int8 or given.shape != (n, groups)):
             raise ValueError(
                 f"{what} has weight_zero_point as {given.dtype} of shape {list(given.shape)},"
                 f" expected int32 of shape {list(packed)}"
             )
+        zeros = partial(self._rows_of_zeros, given, is_packed)
         if not self.symmetric:
             return zeros
-        if not zeros.is_meta and not bool((zeros == half).all()):
+        if not given.is_meta and not bool((zeros(0, n) == 1 << self.bits - 1).all()):
             raise ValueError(
                 f"{what} has weight_zero_point that is not 0, expected 0, as symmetric is true"
             )
         return None
+
+    def _rows_of_zeros(self, given: Tensor, is_packed: bool, begin: int, end: int) -> Tensor:
+        """Return the code that stands for zero, of each group and of rows from a word's first."""
+        if not is_packed:
+            return given[begin:end].t().int() + (1 << self.bits - 1)
+        per_word = _WORD // self.bits
+        words = given[begin // per_word : -(-end // per_word)]
+        return words_of(words.t(), self.bits)[:, : end - begin]
 
 
 def _check_shape(what: str, given: Tensor | None, shape: tuple[int, int]) -> None:
@@ -117,6 +135,18 @@ def _check_shape(what: str, given: Tensor | None, shape: tuple[int, int]) -> Non
         raise ValueError(
             f"{what} has weight_shape {given.flatten()[:4].tolist()}, expected {list(shape)}"
         )
+
+
+def _length(what: str, tensors: Mapping[str, Tensor], bits: int) -> int:
+    """Return how long rows are, which weight_shape says; words may have more room."""
+    words, shape = tensors["weight_packed"], tensors.get("weight_shape")
+    if shape is None:
+        return (words.shape[-1] if words.dim() else 0) * (_WORD // bits)
+    if shape.is_floating_point() or shape.shape != (2,) or int(shape[1]) < 0:
+        raise ValueError(
+            f"{what} has weight_shape {shape.flatten()[:4].tolist()}, expected two whole numbers"
+        )
+    return int(shape[1])
 
 
 def read_pack_settings(what: str, config: Mapping[str, Any]) -> PackSettings:

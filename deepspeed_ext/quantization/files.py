@@ -125,7 +125,7 @@ def load_quantized(
     if not notes:
         raise ValueError(f"{what} has no quantized layers, expected some; see io.load")
     layers = notes_in(what, load(path, names=notes))
-    extra = _names(saved.metadata.get(_BUFFERS, "[]"))
+    extra = saved_buffers(saved.metadata)
     loaded = load(path, device=device)
     gone = extra - other_buffers(model).keys()  # the model may be of another version of its code
     fill(what, model, layers, {name: t for name, t in loaded.items() if name not in gone})
@@ -141,10 +141,13 @@ def _content(
     return {**state, **buffers}, metadata
 
 
-def _names(text: str) -> set[str]:
-    """Return the names in a list; of a text that `save_quantized` has not written, none."""
+def saved_buffers(metadata: Mapping[str, str]) -> set[str]:
+    """Return the names of buffers in a file that are in no state dict.
+
+    Of a text that `save_quantized` has not written there are none.
+    """
     try:
-        names = json.loads(text)
+        names = json.loads(metadata.get(_BUFFERS, "[]"))
     except (ValueError, RecursionError):
         return set()
     return {name for name in names if isinstance(name, str)} if isinstance(names, list) else set()

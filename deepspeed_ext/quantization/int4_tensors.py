@@ -18,8 +18,9 @@ See: Frantar et al., "GPTQ", 2022; Lin et al., "AWQ", 2023. The packing is that 
 auto-gptq, gptqmodel (`checkpoint_format` "gptq" and "gptq_v2") and autoawq (`version` "gemm").
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -31,7 +32,6 @@ from deepspeed_ext.quantization.layout import make_layout
 from deepspeed_ext.quantization.stored_weight import StoredWeight, order_of, words_of
 
 _PER_WORD = 8
-_AWQ_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)  # in a word, of rows 0 to 7
 _ZERO_OF_SYMMETRIC = 8
 _ONES = 0x11111111
 
@@ -55,6 +55,11 @@ class Int4Settings:
     symmetric: bool
     zeros_less_one: bool
     act_order: bool
+
+    @property
+    def on_host(self) -> tuple[str, ...]:
+        """Those whose values are looked at; see `Packing`."""
+        return ("g_idx", "qzeros") if self.symmetric else ("g_idx",)
 
     def stored(
         self, what: str, tensors: Mapping[str, Tensor], length: int | None = None
@@ -180,8 +185,10 @@ def _stored(
     return StoredWeight(layout, qweight.t(), scales, zeros, order, across=is_awq)
 
 
-def _zeros(what: str, qzeros: Tensor, shape: tuple[int, int], settings: Int4Settings) -> Tensor:
-    """Return the zero of each group and row: (groups, out)."""
+def _zeros(
+    what: str, qzeros: Tensor, shape: tuple[int, int], settings: Int4Settings
+) -> Callable[[int, int], Tensor] | int:
+    """Return the zeros; see `StoredWeight`."""
     groups, n = shape
     if n % _PER_WORD:
         raise ValueError(f"{what} has {n} rows, expected a multiple of {_PER_WORD}")
@@ -190,28 +197,36 @@ def _zeros(what: str, qzeros: Tensor, shape: tuple[int, int], settings: Int4Sett
             f"{what} has qzeros as {qzeros.dtype} of shape {list(qzeros.shape)}, expected int32 of"
             f" shape {[groups, n // _PER_WORD]} for scales of shape {list(shape)}"
         )
-    if qzeros.is_meta:  # arithmetic takes torch longer there than with values
-        return qzeros.new_empty(shape, dtype=torch.uint8)
-    if settings.method == "awq":
-        return _awq_rows(qzeros)
     if not settings.symmetric:
-        return words_of(qzeros + _ONES if settings.zeros_less_one else qzeros)
-    zeros = words_of(qzeros)
+        return partial(_rows_of_zeros, qzeros, settings)
     # Files are about that name the first version and are of the second. What is symmetric has one
     # zero only, so that it does not matter.
-    if zeros.numel() and not any(
-        bool((zeros == one).all()) for one in (_ZERO_OF_SYMMETRIC, _ZERO_OF_SYMMETRIC - 1)
-    ):
+    one_zero = [_signed(zero * _ONES) for zero in (_ZERO_OF_SYMMETRIC, _ZERO_OF_SYMMETRIC - 1)]
+    is_alike = qzeros.is_meta or any(bool((qzeros == word).all()) for word in one_zero)
+    if qzeros.numel() and not is_alike:
+        zeros = words_of(qzeros)
         raise ValueError(
             f"{what} has qzeros of {int(zeros.min())} to {int(zeros.max())}, expected all 7, or"
             " all 8, as sym is true"
         )
-    return torch.full_like(zeros, _ZERO_OF_SYMMETRIC)
+    return _ZERO_OF_SYMMETRIC
+
+
+def _rows_of_zeros(qzeros: Tensor, settings: Int4Settings, begin: int, end: int) -> Tensor:
+    """Return the zeros of some rows, which begin and end with words."""
+    words = qzeros[:, begin // _PER_WORD : end // _PER_WORD]
+    if settings.method == "awq":
+        return _awq_rows(words)
+    return words_of(words + _ONES if settings.zeros_less_one else words)
+
+
+def _signed(word: int) -> int:
+    """Return the int32 of the same bits."""
+    return word - (1 << 32) if word >> 31 else word
 
 
 def _awq_rows(words: Tensor) -> Tensor:
     """Return the same in the order of rows."""
-    eights = words_of(words).unflatten(-1, (-1, _PER_WORD))
-    places = torch.tensor(_AWQ_PLACES, device=words.device)
-    rows: Tensor = eights.index_select(-1, places).flatten(-2)
-    return rows
+    row = torch.arange(_PER_WORD, device=words.device)  # a list would have to be copied up
+    shifts = 4 * (row % 2 * 4 + row // 2)
+    return (words[..., None] >> shifts & 15).flatten(-2)

@@ -16,7 +16,7 @@ from deepspeed_ext.ops.quantization.packed_weight import row_bytes
 
 PACKING = 1  # of codes; counted on when packed_weight.h draws another order
 FLOAT8_MULTIPLE = 16  # of both sizes, for torch._scaled_mm
-_MOST_NOTE_BYTES = 4096
+MOST_NOTE_BYTES = 4096
 _SCALES_MULTIPLE = 4
 _DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in DTYPES}
 _KINDS: dict[str, Any] = {  # of what is in a note
@@ -201,7 +201,7 @@ def read_note(note: Tensor) -> tuple[WeightLayout, torch.dtype]:
     Raises:
         ValueError: it is no such note; tells why, as the end of a sentence.
     """
-    if note.dtype != torch.uint8 or note.dim() != 1 or note.numel() > _MOST_NOTE_BYTES:
+    if note.dtype != torch.uint8 or note.dim() != 1 or note.numel() > MOST_NOTE_BYTES:
         raise ValueError(f"is {note.dtype} of shape {list(note.shape)}, expected a text in bytes")
     if note.is_meta:
         raise ValueError("is on meta, expected values")

@@ -53,7 +53,7 @@ def packing_of(what: str, settings: Any) -> Packing:
     """
     if not isinstance(settings, Mapping):
         raise ValueError(f"{what} has the quantization_config {settings!r:.60}, expected an object")
-    method = _method_of(settings)
+    method = method_of(settings)
     marlin = "marlin" in (
         *(settings.get(name) for name in ("checkpoint_format", "version", "format")),
         "marlin" if settings.get("is_marlin_format") else None,
@@ -74,7 +74,7 @@ def packing_of(what: str, settings: Any) -> Packing:
     )
 
 
-def _method_of(settings: Mapping[str, Any]) -> str:
+def method_of(settings: Mapping[str, Any]) -> str:
     """Return the name of a method, which older files do not say."""
     if "quant_method" in settings:
         return str(settings["quant_method"])

@@ -100,6 +100,23 @@ def test_under_inference_mode() -> None:
         assert torch.equal(recorded(x), step(x)) and recorded(x).is_inference()
 
 
+def test_elements_are_selected_again() -> None:
+    """As layers of mixed columns do it; what the order is may change."""
+    ones, order = torch.ones(16), torch.randperm(16, generator=torch.manual_seed(0))
+    rows = torch.tensor([1, 0, 1])
+
+    def whole(x: Tensor) -> Tensor:
+        return rms_norm(x.index_select(-1, order), ones).index_select(0, rows)
+
+    _, recorded = record(whole, random(2, 16))
+    assert recorded.problem is None
+    x = random(2, 16, seed=1)
+    assert torch.equal(recorded(x), whole(x))
+    before = whole(x)
+    order.copy_(order.flip(0))
+    assert torch.equal(recorded(x), whole(x)) and not torch.equal(recorded(x), before)
+
+
 def test_results_go_when_nobody_reads_them() -> None:
     ones = torch.ones(16)
 
@@ -192,7 +209,7 @@ def test_an_input_may_be_given_twice_and_be_known_from_elsewhere() -> None:
 def test_a_result_from_elsewhere() -> None:
     given = random(3)
     _, recorded = record(lambda x: given, random(2, 16))
-    assert recorded.problem == "it returns what no op of this package has left"
+    assert recorded.problem == "it returns what no op that is called again has left"
 
 
 @pytest.mark.parametrize(

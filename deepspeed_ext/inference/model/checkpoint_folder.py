@@ -1,6 +1,7 @@
 """A model's folder: what it says of itself, and its tensors, read a layer at a time."""
 
 import re
+from collections import deque
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
@@ -11,14 +12,21 @@ import torch
 from torch import Tensor
 from tqdm import tqdm  # type: ignore[import-untyped]
 
-from deepspeed_ext.io import AsyncIO, SavedTensor
+from deepspeed_ext.io import AsyncIO, SavedTensor, inspect
+from deepspeed_ext.io.checkpoint.neighbour_reader import BESIDE_BYTES, ReusedPages
 from deepspeed_ext.io.checkpoint.shards import Shards, read_json
+from deepspeed_ext.quantization.files import saved_buffers
+from deepspeed_ext.quantization.filling import notes_in
+from deepspeed_ext.quantization.layout import MOST_NOTE_BYTES, WeightLayout
+from deepspeed_ext.quantization.linear import NOTE
 from deepspeed_ext.quantization.published import packing_of, settings_in
+from deepspeed_ext.quantization.stored_weight import Packing
 from deepspeed_ext.threads import AwaitedThread, answer
 
 _OP = "init_inference"
 _ADAPTER = "adapter_config.json"  # transformers loads what it names on top of the weights
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+_LAYERS_AT_ONCE = 2  # one is worked on, one read
 _CODES = (torch.int32, torch.int64, torch.int8, torch.uint8)
 
 
@@ -31,7 +39,9 @@ class ModelFolder:
     Attributes:
         path: likewise.
         config: of config.json.
-        packing: how weights are stored that come quantized; None: as floats.
+        layers: those that `save_quantized` has saved, by name, with layout and dtype.
+        buffers: that it has saved, too, by name; of these `shards` knows nothing.
+        packing: how weights are stored that others have quantized; None: as floats, or as `layers`.
         generation_config: of generation_config.json; empty if there is none.
         shards: the files with tensors.
 
@@ -49,10 +59,14 @@ class ModelFolder:
         self.path = path
         self._check_adapter()
         self.config = _fields(path / "config.json")
-        settings = settings_in(_OP, path, self.config)
-        self.packing = None if settings is None else packing_of(f"{_OP}: {path}", settings)
         self.generation_config = self.fields_of("generation_config.json")
         self.shards = Shards(_OP, path)
+        self.layers = self._saved_layers()
+        self.buffers = self._saved_buffers() if self.layers else {}
+        self.packing: Packing | None = None
+        settings = settings_in(_OP, path, self.config)
+        if settings is not None and not self.layers:  # else they tell of before it was loaded
+            self.packing = packing_of(f"{_OP}: {path}", settings)
 
     def described(self) -> "Described":
         """Return the tensors without values."""
@@ -62,6 +76,30 @@ class ModelFolder:
         """Return what a file of the folder says, nothing if it is not there."""
         path = self.path / name
         return _fields(path) if path.exists() else {}
+
+    def _saved_layers(self) -> dict[str, tuple[WeightLayout, torch.dtype]]:
+        files = self.shards.files
+        notes = [
+            n for n in files if n.endswith(f".{NOTE}") and f"{n.removesuffix(NOTE)}codes" in files
+        ]
+        for name in notes:
+            if self.shards.tensors[name].nbytes > MOST_NOTE_BYTES:
+                raise ValueError(f"{_OP}: {self.path}: {name} is no note of a quantized layer")
+        with AsyncIO() as engine:
+            loaded = self.shards.load(notes, torch.device("cpu"), engine) if notes else {}
+        return notes_in(f"{_OP}: {self.path}", loaded)
+
+    def _saved_buffers(self) -> dict[str, Tensor]:
+        """Take those out that are in no state dict."""
+        names = set[str]()
+        for file in set(self.shards.files.values()):
+            names |= saved_buffers(inspect(file).metadata)
+        names &= self.shards.files.keys()
+        with AsyncIO() as engine:
+            found = self.shards.load(sorted(names), torch.device("cpu"), engine) if names else {}
+        for name in names:
+            del self.shards.files[name], self.shards.tensors[name]
+        return found
 
     def _check_adapter(self) -> None:
         if (self.path / _ADAPTER).exists():  # of which the other files say nothing
@@ -114,21 +152,37 @@ class Described(Mapping[str, Tensor]):
 class FolderTensors(Mapping[str, Tensor]):
     """The tensors of files, read when they are asked for, each once.
 
-    Those of a layer are read together, and the next layer while this one is worked on, so that no
-    more than two layers lie about. Use it as a context: it has a thread and an I/O engine.
+    Those of a layer are read together, as are those between layers, and the next ones while these
+    are worked on, so that no more than two layers lie about. On the CPU these share memory, which
+    is used again and again: a tensor of a layer has its values until one of another group is asked
+    for. Those of no layer have memory of their own, and may be kept.
+
+    Use it as a context: it has a thread and an I/O engine.
 
     Args:
         shards: the files.
         names: of all tensors that will be asked for, in this order.
         device: where they are to be; cuda with its number.
         progress: whether a bar is drawn on stderr, where that is a terminal.
+        on_host: the last names of tensors that stay on the CPU.
+
+    Attributes:
+        own: the names of tensors that are of no layer.
     """
 
     def __init__(
-        self, shards: Shards, names: Sequence[str], device: torch.device, progress: bool = False
+        self,
+        shards: Shards,
+        names: Sequence[str],
+        device: torch.device,
+        progress: bool = False,
+        on_host: Collection[str] = (),
     ) -> None:
-        self._shards, self._device = shards, device
+        self._shards, self._device, self._on_host = shards, device, on_host
         self._groups = _by_layer(names)
+        self.own = frozenset(name for name in names if _layer_of(name) is None)
+        self._room = max((_room(shards, group) for group in self._groups), default=0)
+        self._pages: deque[tuple[Sequence[str], ReusedPages]] = deque()  # the next to use first
         self._group_of = {name: i for i, group in enumerate(self._groups) for name in group}
         self._held: dict[str, Tensor] = {}
         self._taken = 0  # groups, of which all before were taken, too
@@ -147,6 +201,7 @@ class FolderTensors(Mapping[str, Tensor]):
         finally:
             self._ahead = None
             self._held.clear()
+            self._pages.clear()
             self._engine.close()
             if self._bar is not None:
                 self._bar.close()
@@ -170,22 +225,39 @@ class FolderTensors(Mapping[str, Tensor]):
 
     def _take_next(self) -> None:
         """Hold the tensors of the next group, and have the one after it read."""
-        names = self._groups[self._taken]
         ahead, self._ahead = self._ahead, None
         if ahead is None:
-            ahead = self._begin(names)
+            ahead = self._begin_group(self._taken)
         self._held.update(ahead.result())
-        self._taken += 1
         if self._bar is not None:
+            names = self._groups[self._taken]
             self._bar.update(sum(self._shards.tensors[name].nbytes for name in names))
+        self._taken += 1
         if self._taken < len(self._groups):
-            self._ahead = self._begin(self._groups[self._taken])
+            self._ahead = self._begin_group(self._taken)
 
-    def _begin(self, names: Sequence[str]) -> Future[dict[str, Tensor]]:
+    def _begin_group(self, number: int) -> Future[dict[str, Tensor]]:
+        names = self._groups[number]
+        if names[0] in self.own:
+            self._pages.clear()  # mostly after the last layer
+            return self._begin(names)
+        if len(self._pages) < _LAYERS_AT_ONCE:
+            pages = ReusedPages(self._room)
+        else:
+            before, pages = self._pages.popleft()
+            for name in before:  # that nobody has asked for
+                self._held.pop(name, None)
+            pages.give_again()
+        self._pages.append((names, pages))
+        return self._begin(names, pages)
+
+    def _begin(
+        self, names: Sequence[str], pages: ReusedPages | None = None
+    ) -> Future[dict[str, Tensor]]:
         """Have tensors read by a thread, when the one before is over."""
         self._await_reader()
         future: Future[dict[str, Tensor]] = Future()
-        work = partial(answer, future, partial(self._load, names))
+        work = partial(answer, future, partial(self._load, names, pages))
         self._reader = AwaitedThread(work, "deepspeed_ext.inference.model.checkpoint_folder")
         self._reader.start()
         return future
@@ -194,9 +266,19 @@ class FolderTensors(Mapping[str, Tensor]):
         if self._reader is not None and self._reader.ident:  # else it could not be started
             self._reader.await_end()
 
-    def _load(self, names: Sequence[str]) -> dict[str, Tensor]:
+    def _load(self, names: Sequence[str], pages: ReusedPages | None) -> dict[str, Tensor]:
+        apart = [n for n in names if n.rpartition(".")[2] in self._on_host]
+        if self._device.type == "cpu" or not apart:
+            return self._load_to(self._device, names, pages)
+        rest = [name for name in names if name not in apart]
+        on_host = self._load_to(torch.device("cpu"), apart, None)
+        return on_host | self._load_to(self._device, rest, pages)
+
+    def _load_to(
+        self, device: torch.device, names: Sequence[str], pages: ReusedPages | None
+    ) -> dict[str, Tensor]:
         with torch.cuda.stream(self._stream):  # that of who asks; of the CPU there is none
-            return self._shards.load(names, self._device, self._engine)
+            return self._shards.load(names, device, self._engine, pages)
 
 
 def _bar(total: int) -> Any:
@@ -206,18 +288,34 @@ def _bar(total: int) -> Any:
 
 def reading_bytes(shards: Shards, names: Sequence[str]) -> int:
     """Return how many bytes of files lie about at most while all are taken."""
-    sizes = [sum(shards.tensors[name].nbytes for name in group) for group in _by_layer(names)]
+    groups = _by_layer(names)
+    nbytes = [sum(shards.tensors[name].nbytes for name in group) for group in groups]
+    is_layer = [_layer_of(group[0]) is not None for group in groups]
+    largest = max((n for n, is_one in zip(nbytes, is_layer, strict=True) if is_one), default=0)
+    sizes = [largest if is_one else n for n, is_one in zip(nbytes, is_layer, strict=True)]
     return max(map(sum, zip(sizes, [*sizes[1:], 0], strict=True)), default=0)
 
 
+def _room(shards: Shards, names: Sequence[str]) -> int:
+    """Return what the memory of a layer has to have."""
+    if _layer_of(names[0]) is None:
+        return 0
+    return sum(shards.tensors[name].nbytes + BESIDE_BYTES for name in names)
+
+
+def _layer_of(name: str) -> str | None:
+    """Return how the names of a layer begin, up to their first number; None: it is of none."""
+    found = re.match(r"(?:[^.]*\.)*?\d+\.", name)
+    return found.group() if found else None
+
+
 def _by_layer(names: Sequence[str]) -> list[list[str]]:
-    """Cut names into those of a layer, alike up to their first number, and single ones."""
+    """Cut names into those of a layer, alike up to their first number, and of none in between."""
     groups: list[list[str]] = []
     last = None
     for name in dict.fromkeys(names):
-        found = re.match(r"(?:[^.]*\.)*?\d+\.", name)
-        layer = found.group() if found else None
-        if layer is not None and layer == last:
+        layer = _layer_of(name)
+        if groups and layer == last:
             groups[-1].append(name)
         else:
             groups.append([name])

@@ -1,6 +1,6 @@
 """The weights of a model in the form that blocks compute with, taken over layer by layer."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 
 import torch
@@ -77,6 +77,8 @@ class Taker:
             which stays beside it.
         memory: for weights on the CPU; None: ordinary tensors.
         packed: which layers come quantized, and stay so; None: none.
+        own: the names of tensors that nobody else has: they are kept where they are, if they are of
+            this device and dtype.
 
     Raises:
         ValueError: there is no embedding.
@@ -94,13 +96,15 @@ class Taker:
         quantize_head: Quantize | None = None,
         memory: WeightMemory | None = None,
         packed: PackedLayers | None = None,
+        own: Collection[str] = (),
     ) -> None:
         self._policy, self._config, self._of = policy, policy.part_of(config), architecture
         self._tensors, self._device, self._dtype = tensors, device, dtype
         self._quantize, self._quantize_head = quantize, quantize_head
-        self._memory, self._packed = memory, packed
+        self._memory, self._packed, self._own = memory, packed, own
         self._names = frozenset(tensors)  # as asking whether one is there may read it
         self._left = set(tensors)
+        self._biased: dict[str, Tensor] = {}  # whether biases have values that no layer takes
         names = policy.names
         found = [p for p in names.prefixes if f"{p}{names.embedding}.weight" in self._names]
         if not found:
@@ -247,11 +251,8 @@ class Taker:
         bias = f"{name}.bias"
         if not has_bias and bias in self._names:  # packages write zeros for layers without one
             values = self._read(bias)
-            if not values.is_meta and bool(values.any()):
-                raise ValueError(
-                    f"init_inference: model has {bias!r}, expected no tensor of this name for"
-                    f" model_type {self._config.get('model_type')!r}, or zeros"
-                )
+            if not values.is_meta:  # on CUDA nobody waits for it now
+                self._biased[bias] = values.any()
         return stored
 
     def _rows_by_head(self, n: int) -> Tensor:
@@ -356,6 +357,12 @@ class Taker:
         return torch.empty(shape, device=self._device, dtype=self._dtype)
 
     def _tensor(self, name: str, shape: tuple[int, ...], stays: bool = True) -> Tensor:
+        if name in self._own:
+            given = self._read(name)
+            self._check_shape(name, given, shape)
+            if given.dtype == self._dtype and given.device == self._device:
+                return given
+            return self._empty(*shape, stays=stays).copy_(given)
         tensor = self._empty(*shape, stays=stays)
         self._copy(name, tensor)
         return tensor
@@ -396,6 +403,12 @@ class Taker:
             )
 
     def _check_left(self) -> None:
+        for bias, is_one in self._biased.items():
+            if bool(is_one):
+                raise ValueError(
+                    f"init_inference: model has {bias!r}, expected no tensor of this name for"
+                    f" model_type {self._config.get('model_type')!r}, or zeros"
+                )
         ignored = self._policy.names.ignored
         left = sorted(name for name in self._left if not any(part in name for part in ignored))
         if left:

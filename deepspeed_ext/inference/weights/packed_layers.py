@@ -13,7 +13,7 @@ from deepspeed_ext.inference.weights.linear import Linear
 from deepspeed_ext.quantization.layout import WeightLayout
 from deepspeed_ext.quantization.linear import NOTE, QuantizedLinear
 from deepspeed_ext.quantization.packing import packed
-from deepspeed_ext.quantization.stored_weight import Packing, Stored
+from deepspeed_ext.quantization.stored_weight import Packing, Stored, copy_up
 
 _OP = "init_inference"
 _OWN = ("codes", "scales", "offsets", "order", NOTE)
@@ -28,6 +28,10 @@ class PackedLayers(Protocol):
     @property
     def parts(self) -> tuple[str, ...]:
         """The tensors that such a layer may have, beside its bias."""
+
+    @property
+    def on_host(self) -> tuple[str, ...]:
+        """Those of them that had better be on the CPU, as their values are looked at."""
 
     def stored(self, name: str, tensors: Mapping[str, Tensor], length: int) -> Stored:
         """Return the weight of a layer; of tensors on meta, all but its values.
@@ -72,15 +76,19 @@ class FolderLayers:
     def parts(self) -> tuple[str, ...]:
         return self._packing.parts
 
+    @property
+    def on_host(self) -> tuple[str, ...]:
+        return self._packing.on_host
+
     def stored(self, name: str, tensors: Mapping[str, Tensor], length: int) -> Stored:
         return self._packing.stored(f"{_OP}: {name} of {self._folder}", tensors, length)
 
 
-class ModuleLayers:
-    """Those of a module.
+class OwnLayers:
+    """Those that are `QuantizedLinear`, in a module or in a file that `save_quantized` has saved.
 
     Args:
-        layouts: of each `QuantizedLinear`, by name.
+        layouts: of each, by name.
     """
 
     def __init__(self, layouts: Mapping[str, WeightLayout]) -> None:
@@ -94,8 +102,15 @@ class ModuleLayers:
     def parts(self) -> tuple[str, ...]:
         return _OWN
 
+    @property
+    def on_host(self) -> tuple[str, ...]:
+        return "order", NOTE
+
     def stored(self, name: str, tensors: Mapping[str, Tensor], length: int) -> Stored:
         layout = self._layouts[name]
+        for part in layout.tensors():
+            if part not in tensors:
+                raise ValueError(f"{_OP}: {name} has no {part}, expected it beside {NOTE}")
         problem = layout.misfit(tensors)
         if problem is not None:
             raise ValueError(f"{_OP}: {name} has a QuantizedLinear of which {problem}")
@@ -119,7 +134,7 @@ class _OwnWeight:
         for name in self.layout.tensors().keys() - {"codes", "order"}:
             into[name][:, :n].copy_(self.own[name][:, :n])
         if self.layout.act_order:
-            into["order"].copy_(self.own["order"])
+            copy_up(self.own["order"], into["order"])
 
 
 def quantized_in(model: nn.Module) -> dict[str, QuantizedLinear]:
@@ -199,10 +214,12 @@ def linear_of(
         each.write({name: _rows_of(name, tensor, begin, end) for name, tensor in made.items()})
         begin = end
     if rows is not None and device.type != "meta":
+        there = torch.empty_like(rows, device=device)
+        copy_up(rows, there)
         for name, tensor in made.items():
             if name != "order":
                 part = _rows_of(name, tensor, 0, n)
-                part.copy_(part.index_select(0 if name == "codes" else 1, rows.to(device)))
+                part.copy_(part.index_select(0 if name == "codes" else 1, there))
     order = made.pop("order", None)
     if layout.is_float8:
         return Linear(Float8Weight(made["codes"], made["scales"], layout))

@@ -10,7 +10,8 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from deepspeed_ext.io.checkpoint.state_dict import SavedTensor, inspect, load
+from deepspeed_ext.io.checkpoint.neighbour_reader import ReusedPages
+from deepspeed_ext.io.checkpoint.state_dict import SavedTensor, inspect, load, load_together
 from deepspeed_ext.io.engine.async_io import AsyncIO
 
 ONE_FILE, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -48,7 +49,11 @@ class Shards:
             self._refuse_without(folder)
 
     def load(
-        self, names: Iterable[str], device: torch.device, engine: AsyncIO
+        self,
+        names: Iterable[str],
+        device: torch.device,
+        engine: AsyncIO,
+        pages: ReusedPages | None = None,
     ) -> dict[str, Tensor]:
         """Return some tensors, reading no others; those of a file are read together.
 
@@ -56,6 +61,8 @@ class Shards:
             names: of `tensors`.
             device: where to, cpu or cuda.
             engine: what reads.
+            pages: memory of the CPU that they share, as they do any on CUDA; None: each has its
+                own.
 
         Raises:
             ValueError: a file is another one by now.
@@ -66,7 +73,10 @@ class Shards:
             by_file[self.files[name]].append(name)
         loaded: dict[str, Tensor] = {}
         for file, some in by_file.items():
-            loaded.update(load(file, names=some, device=device, engine=engine))
+            if pages is None:
+                loaded.update(load(file, names=some, device=device, engine=engine))
+            else:
+                loaded.update(load_together(file, some, device, engine, pages))
         return loaded
 
     def _add(self, file: Path) -> None:

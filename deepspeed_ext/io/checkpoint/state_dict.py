@@ -3,8 +3,9 @@
 import contextlib
 import mmap
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -20,6 +21,7 @@ from deepspeed_ext.io.checkpoint.format import (
     parse_header,
 )
 from deepspeed_ext.io.checkpoint.grouped_reader import GroupedReader, Span
+from deepspeed_ext.io.checkpoint.neighbour_reader import NeighbourReader, ReusedPages
 from deepspeed_ext.io.checkpoint.new_file import NewFile
 from deepspeed_ext.io.checkpoint.packed_writer import PackedWriter
 from deepspeed_ext.io.checkpoint.saved_tensors import (
@@ -31,6 +33,7 @@ from deepspeed_ext.io.checkpoint.saved_tensors import (
 )
 from deepspeed_ext.io.checkpoint.saved_ties import texts_with_ties, ties_in, without_ties
 from deepspeed_ext.io.engine.async_io import AsyncIO
+from deepspeed_ext.io.file import File
 from deepspeed_ext.io.regular_file import open_regular, path_text
 from deepspeed_ext.io.tensors import byte_view, empty, plain
 
@@ -160,6 +163,35 @@ def load(
             name, or one whose dtype torch lacks.
         OSError: the file cannot be read.
     """
+    return _loaded(path, names, device, engine, GroupedReader)
+
+
+def load_together(
+    path: str | os.PathLike[str],
+    names: Iterable[str],
+    device: torch.device,
+    engine: AsyncIO,
+    pages: ReusedPages | None,
+) -> dict[str, Tensor]:
+    """Load tensors as `load` does, but neighbours at once, into memory that they share.
+
+    Args:
+        path: of the file.
+        names: of the tensors.
+        device: where to, cpu or cuda.
+        engine: what reads.
+        pages: on the CPU, where the tensors are; None: fresh memory.
+    """
+    return _loaded(path, names, device, engine, partial(NeighbourReader, pages=pages))
+
+
+def _loaded(
+    path: str | os.PathLike[str],
+    names: Iterable[str] | None,
+    device: str | int | torch.device,
+    engine: AsyncIO | None,
+    reader_of: Callable[[AsyncIO, File, torch.device], GroupedReader | NeighbourReader],
+) -> dict[str, Tensor]:
     name = path_text("io.load", path)
     device = _checked_device(device)
     with (
@@ -171,7 +203,7 @@ def load(
         wanted = _checked_names(names, header, ties, name)
         kept = dict.fromkeys(ties.get(one, one) for one in wanted)
         spans = [_span(one, header, name) for one in kept]
-        reader = GroupedReader(running, file, device)
+        reader = reader_of(running, file, device)
         try:
             flat = reader.read(span for span in spans if span.nbytes)
         finally:

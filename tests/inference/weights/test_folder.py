@@ -98,7 +98,7 @@ def test_each_tensor_is_read_once_and_the_next_layer_ahead(
     init_inference(tmp_path)
     names = [name for call in calls for name in call]
     assert len(names) == len(set(names)) and set(names) == set(tiny_folder.tensors_of())
-    assert [len(call) for call in calls] == [1, 9, 9, 9, 1, 1]
+    assert [len(call) for call in calls] == [1, 9, 9, 9, 2]
     assert all(len({name.split(".")[2] for name in call}) == 1 for call in calls[1:4])
 
 
@@ -109,6 +109,45 @@ def test_a_tensor_may_be_asked_for_again(tmp_path: Path) -> None:
     with folder_module.FolderTensors(shards, names, torch.device("cpu")) as lazy:
         for name in (names[3], names[0], names[3], names[-1], names[2]):  # in any order
             assert torch.equal(lazy[name], tensors[name])
+
+
+def test_layers_share_memory_that_is_used_again(tmp_path: Path) -> None:
+    """What was not asked for in time is read again, and is not what lies there now."""
+    tensors = tiny_folder.tensors_of()
+    shards = Shards("test", tiny_folder.write(tmp_path, tensors=tensors))
+    names = list(tensors)
+    layers = [[n for n in names if n.startswith(f"model.layers.{i}.")] for i in range(3)]
+    with folder_module.FolderTensors(shards, names, torch.device("cpu")) as lazy:
+        assert lazy.own == set(names) - {name for layer in layers for name in layer}
+        held = [lazy[layer[0]] for layer in layers]
+        places = [each.untyped_storage().data_ptr() for each in held]
+        assert places[0] == places[2] != places[1]
+        assert torch.equal(held[1], tensors[layers[1][0]])
+        for name in [*layers[0][1:], *layers[2][1:], *layers[1][1:]]:
+            assert torch.equal(lazy[name], tensors[name]), name
+
+
+def test_what_is_of_no_layer_stays_where_it_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tiny_folder.write(tmp_path, tensors=tiny_folder.tensors_of(), files=2)
+    read: dict[str, int] = {}
+    load = Shards.load
+
+    def noted(self: Shards, *rest: Any) -> dict[str, Tensor]:
+        loaded = load(self, *rest)
+        read.update({name: tensor.data_ptr() for name, tensor in loaded.items()})
+        return loaded
+
+    monkeypatch.setattr(Shards, "load", noted)
+    engine = init_inference(tmp_path, dtype=torch.float32, device="cpu")
+    found = weights_by_name(engine)
+    kept = {name for name, tensor in found.items() if tensor.data_ptr() == read[name]}
+    assert kept == {"model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"}
+    other = weights_by_name(init_inference(tmp_path, dtype=torch.bfloat16, device="cpu"))
+    for name, tensor in tiny_folder.tensors_of().items():
+        assert torch.equal(found[name], tensor)
+        assert torch.equal(other[name], tensor.bfloat16())
 
 
 def test_links_are_followed(tmp_path: Path) -> None:

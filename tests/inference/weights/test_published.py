@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +18,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from deepspeed_ext.inference.execution import memory_budget
 from deepspeed_ext.inference.initialize import init_inference
 from deepspeed_ext.inference.weights.linear import Linear, Stack
+from deepspeed_ext.inference.weights.packed_layers import are_alike, linear_of
 from deepspeed_ext.inference.weights.quantize_on_load import bytes_of
 from deepspeed_ext.io import load, save
+from deepspeed_ext.quantization import stored_weight
+from deepspeed_ext.quantization.published import packing_of
 
 NEEDS_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 DEVICES = ["cpu", pytest.param("cuda", marks=NEEDS_GPU)]
@@ -53,6 +57,63 @@ def test_each_method(method: str, device: str, tmp_path: Path) -> None:
     linears = assert_is_exact(of, device)
     assert not any(isinstance(each.weight, Tensor | Stack) for each in linears)
     assert any(each.order is not None for each in linears) == METHODS[method].mixed
+
+
+@pytest.mark.parametrize("rows", [296, 520])
+@pytest.mark.parametrize("method", METHODS)
+def test_rows_cut_for_threads(method: str, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each thread writes its rows and no others."""
+    of = METHODS[method]
+    n = rows - 1 if method.startswith("pack") else rows  # the last word is not full
+    tensors = of.write(of.source(n, 80, 3, 7))
+    packing = packing_of("test", of.config)
+    stored = packing.stored("test", tensors, 80)
+    whole = stored.tensors()
+    threads = set[int]()
+    real = stored_weight.StoredWeight._write_rows
+
+    def noted(self: Any, into: Any, begin: int, end: int) -> None:
+        threads.add(threading.get_ident())
+        real(self, into, begin, end)
+
+    monkeypatch.setattr(stored_weight, "_ALONE_BYTES", 1)
+    monkeypatch.setattr(stored_weight.StoredWeight, "_write_rows", noted)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
+    cut = stored.tensors()
+    assert cut.keys() == whole.keys() and threading.get_ident() not in threads
+    assert all(torch.equal(cut[name], whole[name]) for name in whole)
+
+
+def test_an_error_in_a_thread_is_raised() -> None:
+    done: list[int] = []
+
+    def fail() -> None:
+        raise OSError("no")
+
+    with pytest.raises(OSError, match="no"):
+        stored_weight.in_threads([fail, *(lambda: done.append(1) for _ in range(5))])
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+@pytest.mark.parametrize("method", METHODS)
+def test_cuda_is_never_waited_for(method: str) -> None:
+    """Values that are looked at lie on the host."""
+    of = METHODS[method]
+    packing = packing_of("test", of.config)
+    layers = [of.write(of.source(64, 80, seed, 7)) for seed in range(3)]
+    there = [
+        {n: t if n in packing.on_host else t.cuda() for n, t in each.items()} for each in layers
+    ]
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        weights = [packing.stored("test", each, 80) for each in there]
+        assert are_alike(weights)
+        made = linear_of(weights, torch.device("cuda"))
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    want = linear_of([packing.stored("test", each, 80) for each in layers], torch.device("cpu"))
+    assert torch.equal(made.weight.codes.cpu(), want.weight.codes)
+    assert torch.equal(made.weight.scales.cpu(), want.weight.scales)
 
 
 @pytest.mark.parametrize("method", ["gptq-act-order", "awq", "pack-8-zeros"])

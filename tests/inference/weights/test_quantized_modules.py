@@ -1,18 +1,22 @@
 """Engines of modules whose layers are QuantizedLinear: taken as they are, bit for bit."""
 
 import copy
+import functools
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from encoder_cases import make
-from family_cases import InDouble, exact, model_of, run
+from family_cases import InDouble, cache_for, exact, model_of, run
 from published_cases import METHODS, Published
 from torch import Tensor, nn
 
 from deepspeed_ext.inference.initialize import init_inference
 from deepspeed_ext.inference.weights.linear import Linear, Stack
+from deepspeed_ext.io import load, save
+from deepspeed_ext.ops import record
 from deepspeed_ext.quantization import (
     QuantizedLinear,
     load_int4_checkpoint,
@@ -142,8 +146,14 @@ def test_weights_that_differ_stay_apart() -> None:
     assert [each.input_format for each in rounding.qkv.weight.parts] == ["int8", "int8", None]
 
 
-@pytest.mark.parametrize("method", ["gptq", "gptq-act-order", "awq"])
-@pytest.mark.parametrize("shares_order", [True, False])
+@pytest.mark.parametrize(
+    ("method", "shares_order"),
+    [
+        *((each, True) for each in ("gptq", "awq", "pack-4", "pack-4-zeros", "pack-8-zeros")),
+        *((each, True) for each in ("gptq-act-order", "pack-8-act-order", "pack-4-rows")),
+        *((each, False) for each in ("gptq-act-order", "pack-4-act-order")),
+    ],
+)
 def test_a_module_and_its_folder_are_one(method: str, shares_order: bool, tmp_path: Path) -> None:
     """The engine's bits are those of the module, with act-order too."""
     from transformers import LlamaForCausalLM
@@ -163,14 +173,79 @@ def test_a_module_and_its_folder_are_one(method: str, shares_order: bool, tmp_pa
     assert torch.equal(*states)
 
 
-def test_what_was_saved(tmp_path: Path) -> None:
+def test_steps_with_act_order_are_recorded(tmp_path: Path) -> None:
+    Published(tmp_path, "llama", METHODS["gptq-act-order"])
+    decoder: Any = init_inference(tmp_path, device="cpu", dtype="float32").decoder
+    assert decoder.weights.layers[0].qkv.order is not None
+    cache, slots = cache_for(decoder), torch.zeros(1, dtype=torch.int32)
+    step = functools.partial(decoder.step, cache=cache, slots=slots)
+    with torch.no_grad():
+        cache.reserve(0, 1)
+        _, recorded = record(step, decoder.embedded(torch.tensor([[1]]), cache, slots))
+        assert recorded.problem is None
+        cache.reserve(0, 1)
+        x = decoder.embedded(torch.tensor([[2]]), cache, slots)
+        assert torch.equal(recorded(x), step(x))
+
+
+@pytest.mark.parametrize("case", ["llama", "gpt2"])
+def test_what_was_saved(case: str, tmp_path: Path) -> None:
+    """A folder with a file of save_quantized is read as the module is."""
+    model = quantized(case, format="int4", group_size=16)
+    save_quantized(model, tmp_path / "model.safetensors")
+    model.config.save_pretrained(tmp_path)
+    loaded = load_quantized(lambda: type(model)(model.config), tmp_path / "model.safetensors")
+    engines = [init_inference(each, device="cpu") for each in (model, loaded, tmp_path)]
+    states = [run(engine.decoder, TOKENS, (32, *range(70, 75))) for engine in engines]
+    assert all(torch.equal(state, states[0]) for state in states)
+    assert {engine.decoder.weights.embedding.dtype for engine in engines} == {torch.float32}
+
+
+def test_a_folder_of_what_was_loaded_from_gptq(tmp_path: Path) -> None:
+    """The config still tells of GPTQ; the notes of the layers count."""
     from transformers import LlamaForCausalLM
 
-    model = quantized("llama", format="int4", group_size=16)
-    save_quantized(model, tmp_path / "saved")
-    loaded = load_quantized(lambda: LlamaForCausalLM(model.config), tmp_path / "saved")
-    engines = init_inference(model), init_inference(loaded)
+    of = Published(tmp_path / "theirs", "llama", METHODS["gptq-act-order"])
+    model: Any = load_int4_checkpoint(lambda: LlamaForCausalLM(of.config), tmp_path / "theirs")
+    (tmp_path / "ours").mkdir()
+    save_quantized(model, tmp_path / "ours/model.safetensors")
+    shutil.copy(tmp_path / "theirs/config.json", tmp_path / "ours")
+    engines = [
+        init_inference(tmp_path / each, device="cpu", dtype="float32")
+        for each in ("theirs", "ours")
+    ]
+    assert_has_the_bits(engines[1], model)
     assert torch.equal(*(run(engine.decoder, TOKENS, ()) for engine in engines))
+
+
+def test_refuses_saved_files_that_do_not_fit(tmp_path: Path) -> None:
+    model = quantized("llama", format="int4", group_size=16)
+    model.config.save_pretrained(tmp_path)
+    file, layer = tmp_path / "model.safetensors", "model.layers.1.mlp.up_proj"
+    save_quantized(model, file)
+    tensors = load(file)
+    for change, text in (
+        ({f"{layer}.scales": None}, f"{layer} has no scales, expected it beside _extra_state"),
+        ({f"{layer}.codes": torch.zeros(3, 4)}, f"{layer} has a QuantizedLinear of which codes is"),
+        ({f"{layer}._extra_state": torch.zeros(9, dtype=torch.uint8)}, "expected JSON"),
+        ({f"{layer}._extra_state": torch.zeros(5000)}, "is no note of a quantized layer"),
+    ):
+        changed = {n: t for n, t in (tensors | change).items() if t is not None}
+        save(changed, file)
+        with pytest.raises(ValueError, match=text):
+            init_inference(tmp_path, device="cpu")
+    save_quantized(model, file)
+    with pytest.raises(ValueError, match="quantize is 'int8', expected None, as the weights come"):
+        init_inference(tmp_path, device="cpu", quantize="int8")
+
+
+def test_buffers_of_a_saved_file_are_looked_at(tmp_path: Path) -> None:
+    model = quantized("llama", format="int8")
+    model.model.rotary_emb.inv_freq.mul_(2)
+    save_quantized(model, tmp_path / "model.safetensors")
+    model.config.save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="inv_freq has"):
+        init_inference(tmp_path, device="cpu")
 
 
 def test_an_encoder() -> None:
