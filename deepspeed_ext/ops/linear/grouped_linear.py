@@ -98,7 +98,7 @@ def _backward_of_weight(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]
 
 # Of any number of rows: kernels that read the chosen experts once for few are other overloads.
 _OP = define(
-    "grouped_linear.many(Tensor x, Tensor weight, Tensor offsets, Tensor? bias) -> Tensor",
+    "grouped_linear(Tensor x, Tensor weight, Tensor offsets, Tensor? bias) -> Tensor",
     {"cpu": products_cpu, "cuda": products_cuda},
     fake=_fake,
     backward=_backward,

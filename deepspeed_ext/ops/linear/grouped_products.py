@@ -203,6 +203,7 @@ def _check(x: Tensor, weight: Tensor, offsets: Tensor, bias: Tensor | None) -> N
     check_like(_NAME, "offsets", offsets, x, (experts,), torch.int32)
     if bias is not None:
         check_like(_NAME, "bias", bias, x, (experts, n), x.dtype)
+    _check_memory(x=x, weight=weight, offsets=offsets, bias=bias)
 
 
 def _check_outer(grad: Tensor, x: Tensor, offsets: Tensor) -> None:
@@ -211,6 +212,7 @@ def _check_outer(grad: Tensor, x: Tensor, offsets: Tensor) -> None:
     _check_rows("grad", grad)
     check_like(_NAME, "grad", grad, x, (x.shape[0], grad.shape[1]), x.dtype)
     check_like(_NAME, "offsets", offsets, x, (offsets.numel(),), torch.int32)
+    _check_memory(grad=grad, x=x, offsets=offsets)
 
 
 def _check_rows(name: str, rows: Tensor) -> None:
@@ -220,3 +222,10 @@ def _check_rows(name: str, rows: Tensor) -> None:
         raise ValueError(
             f"{_NAME}: {name} is {named(rows.dtype)}, expected float32, bfloat16 or float16"
         )
+
+
+def _check_memory(**tensors: Tensor | None) -> None:
+    """Refuse what has been freed, as fully_shard does with weights: kernels would read anything."""
+    for name, tensor in tensors.items():
+        if tensor is not None and tensor.numel() and tensor.untyped_storage().nbytes() == 0:
+            raise ValueError(f"{_NAME}: {name} has no memory, expected {tensor.numel()} elements")
