@@ -168,6 +168,7 @@ FORMULAS = {
 # That have tests of their own for all of this: what has more rows than they take is not theirs.
 WITHOUT_CASE = {
     *(f"deepspeed_ext::{op}" for op in ("quantize", "dequantize", "fake_quantize")),
+    *(f"deepspeed_ext::grouped_linear{end}" for end in ("", "_backward")),
     "deepspeed_ext::skinny_linear",
     "deepspeed_ext::skinny_linear_norm",
     *(

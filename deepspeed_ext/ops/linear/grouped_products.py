@@ -6,7 +6,7 @@ are put into blocks of one expert each, of which there are at most as many as th
 """
 
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -182,7 +182,7 @@ def _outer_products_of_blocks(grad: Tensor, x: Tensor, offsets: Tensor) -> Tenso
     left, right = blocks.put(grad).transpose(1, 2), blocks.put(x)
     n, length = grad.shape[1], x.shape[1]
     out = x.new_zeros(offsets.shape[0], n, length, dtype=torch.float32)
-    options = {} if x.dtype == torch.float32 else dict(out_dtype=torch.float32)
+    options: Any = {} if x.dtype == torch.float32 else dict(out_dtype=torch.float32)
     for chunk in blocks.chunks(4 * n * length):
         parts = torch.bmm(left[chunk], right[chunk], **options)
         # Other than index_add_ this adds in the order of the blocks.
