@@ -35,9 +35,9 @@ def grouped_linear(
     Torch multiplies. On CUDA in bfloat16, with compute capability 9 or 10 and up to 1,023 experts,
     that is `torch.nn.functional.grouped_mm`; rows that are no multiple of 16 bytes are copied for
     it. For all else torch's function would read the offsets: rows are copied to where those of an
-    expert begin a block of 16 to 256, and blocks are multiplied, each with a copy of its weight, of
-    which there are 128 MiB at a time, or one. That is meant to be right, not fast. On the CPU each
-    expert's rows are multiplied in turn, and nothing is copied.
+    expert begin a block of 16 to 1,024, and blocks are multiplied, each with a copy of its weight,
+    of which there are 128 MiB at a time, or one. That is meant to be right, not fast. On the CPU
+    each expert's rows are multiplied in turn, and nothing is copied.
 
     Args:
         x: (rows, k), float32, bfloat16 or float16.

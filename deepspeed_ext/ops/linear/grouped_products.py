@@ -37,6 +37,7 @@ def products_cpu(x: Tensor, weight: Tensor, offsets: Tensor, bias: Tensor | None
 def products_cuda(x: Tensor, weight: Tensor, offsets: Tensor, bias: Tensor | None) -> Tensor:
     """Do what `products_cpu` does; what is in offsets is not checked."""
     _check(x, weight, offsets, bias)
+    offsets = offsets.contiguous()  # torch's kernel takes any for that, and says nothing
     if weight.shape[0] == 0 or x.shape[0] == 0:
         return x.new_zeros(x.shape[0], weight.shape[1])
     with torch.cuda.device(x.device), without_autocast(x):
@@ -67,6 +68,7 @@ def outer_products_cpu(grad: Tensor, x: Tensor, offsets: Tensor) -> Tensor:
 def outer_products_cuda(grad: Tensor, x: Tensor, offsets: Tensor) -> Tensor:
     """Do what `outer_products_cpu` does; what is in offsets is not checked."""
     _check_outer(grad, x, offsets)
+    offsets = offsets.contiguous()
     if grad.numel() == 0 or x.numel() == 0 or offsets.numel() == 0:
         return x.new_zeros(offsets.shape[0], grad.shape[1], x.shape[1])
     with torch.cuda.device(x.device), without_autocast(x):
@@ -143,13 +145,13 @@ class _Blocks(NamedTuple):
 
 
 def _blocks(rows: int, offsets: Tensor) -> _Blocks:
-    """Cut rows into blocks that are as long as an expert has rows on average, from 16 to 256.
+    """Cut rows into blocks that are as long as an expert has rows on average, from 16 to 1,024.
 
-    Then there are at most two for each expert, or as many as 256 rows are; copying a weight takes
-    less time than multiplying 256 rows with it in float32.
+    Then there are at most two for each expert, or one for it and one for each 1,024 rows; copying
+    its weight takes less time than multiplying as many rows with it.
     """
     experts, last = offsets.shape[0], offsets.shape[0] - 1
-    size = min(256, max(16, 1 << (rows // experts).bit_length()))
+    size = min(1024, max(16, 1 << ((rows - 1) // experts).bit_length()))
     count = rows // size + min(rows, experts)
     zero = offsets.new_zeros(1)
     begins = torch.cat([zero, offsets[:-1]])
