@@ -206,8 +206,8 @@ ROOMS = {  # inside of a package, likewise; its __init__ may import all
     "ops/elementwise": (("bias_activation", "gated_activation", "nhwc_bias_add"),),
     "ops/linear": (
         ("few_rows", "norms_around", "self_checks"),
-        ("linear_ops",),
-        ("quantized_linear", "skinny_linear"),
+        ("grouped_products", "linear_ops"),
+        ("grouped_linear", "quantized_linear", "skinny_linear"),
     ),
     "ops/moe": (("routing", "self_checks"), ("assign", "permute"), ("route",)),
     "ops/norm": (("norms",), ("layer_norm", "rms_norm")),

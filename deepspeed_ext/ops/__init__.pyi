@@ -50,6 +50,10 @@ from deepspeed_ext.ops.elementwise.nhwc_bias_add import (
     nhwc_bias_add as nhwc_bias_add,
     nhwc_bias_add_ref as nhwc_bias_add_ref,
 )
+from deepspeed_ext.ops.linear.grouped_linear import (
+    grouped_linear as grouped_linear,
+    grouped_linear_ref as grouped_linear_ref,
+)
 from deepspeed_ext.ops.linear.norms_around import (
     NextNorm as NextNorm,
     Undivided as Undivided,

@@ -42,7 +42,7 @@ Values = Mapping[str, object]
 
 def define(
     schema: str,
-    libraries: Mapping[str, str],
+    libraries: Mapping[str, str | Callable[..., Any]],
     *,
     fake: Callable[..., Any] | None = None,
     backward: Callable[..., Any] | None = None,
@@ -68,7 +68,9 @@ def define(
         schema: in torch's schema language; every mutated argument is marked. The name may have an
             overload, as in "name.overload(...)"; arguments may be optional, or keyword-only if they
             are no tensors.
-        libraries: for each device type, "cpu" or "cuda", the op library that has the kernel.
+        libraries: for each device type, "cpu" or "cuda", the op library that has the kernel, or a
+            kernel in Python, of an op that only calls torch's; it checks what a native one would,
+            devices too, and is called below autograd, but not outside of autocast.
         fake: takes what the op takes and returns what it returns, tensors without values; devices
             are checked before. None for an op that returns nothing.
         backward: takes a context and the gradients of the results, None for those that nothing
@@ -90,12 +92,13 @@ def define(
     calling_again = threading.local()  # other threads may be on their way here for the first time
 
     def load_and_call_again(*args: object, **keywords: object) -> object:
-        device = _device_of(full_name, libraries, _values(op, args, keywords))
-        if getattr(calling_again, "now", False):  # torch did not choose the native kernel
+        library = libraries[_device_of(full_name, libraries, _values(op, args, keywords))]
+        # Torch did not choose the native kernel, or that in Python.
+        if getattr(calling_again, "now", False) or not isinstance(library, str):
             raise TypeError(
                 f"{full_name}: arguments are of a kind that no kernel takes, expected Tensor"
             )
-        load(libraries[device])
+        load(library)
         calling_again.now = True
         try:
             return op(*args, **keywords)
@@ -112,6 +115,9 @@ def define(
     # At once, as it is what an overload is hashed by.
     replace_callee(op, _explained(op, callee_of(op)))
     _FRAGMENT.impl(full_name, load_and_call_again, "CompositeExplicitAutograd")
+    for device, kernel in libraries.items():
+        if not isinstance(kernel, str):
+            _FRAGMENT.impl(full_name, kernel, device.upper())
     torch.library.register_fake(f"{_NAMESPACE}::{full_name}", check_and_infer, lib=_FRAGMENT)
     if parsed.returns and not parsed.is_mutable:
         _register_gradient(full_name, op, backward, setup_context, without_gradient)
@@ -396,7 +402,7 @@ def _check_one_device(name: str, values: Values, on_host: Sequence[str]) -> None
             raise ValueError(f"{name}: {argument} is on {tensor.device}, expected {want}")
 
 
-def _device_of(name: str, known: Mapping[str, str], values: Values) -> str:
+def _device_of(name: str, known: Mapping[str, object], values: Values) -> str:
     """Return the type of the device that the tensors of these arguments are on.
 
     Raises:

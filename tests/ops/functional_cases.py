@@ -170,6 +170,7 @@ WITHOUT_CASE = {
     *(f"deepspeed_ext::{op}" for op in ("quantize", "dequantize", "fake_quantize")),
     *(f"deepspeed_ext::moe_{op}" for op in ("route", "route_backward", "assign", "permute")),
     *(f"deepspeed_ext::moe_{op}" for op in ("unpermute", "unpermute_backward")),
+    *(f"deepspeed_ext::grouped_linear{end}" for end in ("", "_backward")),
     "deepspeed_ext::skinny_linear",
     "deepspeed_ext::skinny_linear_norm",
     *(

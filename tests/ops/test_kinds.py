@@ -62,6 +62,18 @@ WRONG: dict[str, Callable[[], Any]] = {
     ),
     "skinny_linear: x is None, expected a tensor": lambda: ops.skinny_linear(None, X),
     "skinny_linear: weight is None, expected a tensor": lambda: ops.skinny_linear(X, None),
+    "grouped_linear: x is None, expected a tensor": lambda: ops.grouped_linear(
+        None, HEADS[0], torch.ones(1).int()
+    ),
+    "grouped_linear: weight is None, expected a tensor": lambda: ops.grouped_linear(
+        X, None, torch.ones(1).int()
+    ),
+    "grouped_linear: offsets is [2], expected a tensor": lambda: ops.grouped_linear(
+        X, HEADS[0], [2]
+    ),
+    "grouped_linear: bias is 0.5, expected a tensor or None": lambda: ops.grouped_linear(
+        X, HEADS[0], torch.ones(1).int(), 0.5
+    ),
     "quantized_linear: x is None, expected a tensor": lambda: ops.quantized_linear(None, packed()),
     "quantized_linear: weight is None, expected a PackedWeight": lambda: ops.quantized_linear(
         X, None

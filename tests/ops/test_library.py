@@ -119,3 +119,19 @@ def test_results_need_a_fake() -> None:
     with pytest.raises(TypeError, match=f"^{text}$"):
         define("test_no_fake(Tensor a) -> Tensor", {"cpu": "none"})
     assert not hasattr(torch.ops.deepspeed_ext, "test_no_fake")
+
+
+def test_a_kernel_in_python() -> None:
+    """Asks for no library, whatever the call is; gradients and refusals are those of any op."""
+    op = define(
+        "test_define_python(Tensor a, Tensor b) -> Tensor",
+        {"cpu": lambda a, b: a + 2 * b},
+        fake=lambda a, b: torch.empty_like(a),
+        backward=lambda ctx, grad: (grad, 2 * grad),
+    )
+    a, b = torch.ones(3, requires_grad=True), torch.ones(3, requires_grad=True)
+    assert torch.equal(op(a, b), torch.full((3,), 3.0))
+    assert set(torch.library.opcheck(op, (a, b)).values()) == {"SUCCESS"}
+    text = r"^test_define_python: a is torch.sparse_coo, expected torch.strided$"
+    with pytest.raises(ValueError, match=text):
+        op(a.detach().to_sparse(), b.detach())

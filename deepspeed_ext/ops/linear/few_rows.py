@@ -61,7 +61,7 @@ def check_many(
         ValueError: an argument does not fit; in the words of few_rows_ops.h.
     """
     if x.dtype not in DTYPES:
-        raise ValueError(f"{op}: x is {_named(x.dtype)}, expected float32, bfloat16 or float16")
+        raise ValueError(f"{op}: x is {named(x.dtype)}, expected float32, bfloat16 or float16")
     if gated and activation is None:
         raise ValueError(f"{op}: gated is True, expected an activation beside it")
     if weight.dim() != 2:
@@ -69,13 +69,13 @@ def check_many(
     rows = weight.shape[0]
     if gated and rows % 2:
         raise ValueError(f"{op}: {name} has {rows} rows, expected an even number, as gated is True")
-    _check_like(op, name, weight, x, weight.shape, dtype)
-    _check_like(op, "bias", bias, x, (rows,), x.dtype)
+    check_like(op, name, weight, x, weight.shape, dtype)
+    check_like(op, "bias", bias, x, (rows,), x.dtype)
     columns = rows // 2 if gated else rows
-    _check_like(op, "residual", residual, x, (*x.shape[:-1], columns), x.dtype)
+    check_like(op, "residual", residual, x, (*x.shape[:-1], columns), x.dtype)
 
 
-def _check_like(
+def check_like(
     op: str,
     name: str,
     given: Tensor | None,
@@ -83,6 +83,11 @@ def _check_like(
     shape: tuple[int, ...],
     dtype: torch.dtype,
 ) -> None:
+    """Refuse an argument that is on another device than x, or has another shape or dtype.
+
+    Raises:
+        ValueError: it does, and is not None.
+    """
     if given is None:
         return
     if given.device != x.device:
@@ -90,10 +95,11 @@ def _check_like(
     if given.shape != shape:
         raise ValueError(f"{op}: {name} has shape {list(given.shape)}, expected {list(shape)}")
     if given.dtype != dtype:
-        raise ValueError(f"{op}: {name} is {_named(given.dtype)}, expected {_named(dtype)}")
+        raise ValueError(f"{op}: {name} is {named(given.dtype)}, expected {named(dtype)}")
 
 
-def _named(dtype: torch.dtype) -> str:
+def named(dtype: torch.dtype) -> str:
+    """Return what errors call a dtype."""
     return str(dtype).removeprefix("torch.")
 
 
