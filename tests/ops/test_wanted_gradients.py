@@ -85,6 +85,8 @@ def others() -> None:
     ops.swiglu(gate).sum().backward()
     ops.rms_norm(gate, residual=x, return_sum=False).sum().backward()
     ops.skinny_linear(gate, weight, activation="silu", gated=True).sum().backward()
+    words, codes = torch.zeros(8, 1).int(), torch.empty(8, 128, dtype=torch.uint8)
+    ops.repack_weight_(words, codes, torch.arange(8), format="int4", length=8)
     raw, options = torch.ops.deepspeed_ext, dict(eps=1e-5, weight_offset=0.0)
     vector = torch.randn(16)
     raw.rms_norm(gate, vector, vector, **options).sum().backward()  # which has no function

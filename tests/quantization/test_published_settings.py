@@ -196,7 +196,7 @@ def test_what_older_files_have() -> None:
     zeros = torch.full((2, 3), -0x77777778, dtype=torch.int32)
     ones = torch.full((LENGTH,), -1, dtype=torch.int32)
     stored = of.stored("here", layer(weight_zero_point=zeros, weight_g_idx=ones), LENGTH)
-    assert stored.order is None and stored.offsets is None
+    assert stored.order is None and stored.zeros is None
 
 
 @pytest.mark.parametrize("zeros", [None, "packed", "bytes"])
