@@ -184,8 +184,8 @@ void assign_cuda(const Assign& call, void* stream) {
   scan_kernel<<<unsigned(ceil_div(call.num_experts, kLanes)), kLanes * kColumnThreads, 0,
                 cudaStream_t(stream)>>>(call, tiles);
   cuda::check(cudaGetLastError(), kOp);
-  place_kernel<<<std::max(blocks, 1u), kThreads, bytes*(2 + kWarps), cudaStream_t(stream)>>>(call,
-                                                                                             tiles);
+  place_kernel<<<std::max(blocks, 1u), kThreads, bytes * (2 + kWarps), cudaStream_t(stream)>>>(
+      call, tiles);
   cuda::check(cudaGetLastError(), kOp);
 }
 

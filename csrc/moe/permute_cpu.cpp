@@ -25,21 +25,17 @@ void permute_cpu(Isa isa, const Permute& call, int64_t begin, int64_t end) {
 }
 
 void unpermute_cpu(Isa isa, const Unpermute& call, int64_t begin, int64_t end) {
-  with_storage_type_of(
-      [&](auto storage) {
+  with_storage_type_of([&](auto storage) {
     using T = decltype(storage);
     DSX_DISPATCH_ISA(isa, unpermute_tokens<T>(call, begin, end));
-      },
-      call.y, call.out);
+  }, call.y, call.out);
 }
 
 void unpermute_backward_cpu(Isa isa, const UnpermuteBackward& call, int64_t begin, int64_t end) {
-  with_storage_type_of(
-      [&](auto storage) {
+  with_storage_type_of([&](auto storage) {
     using T = decltype(storage);
     DSX_DISPATCH_ISA(isa, unpermute_backward_tokens<T>(call, begin, end));
-      },
-      call.y, call.grad_out, call.grad_y);
+  }, call.y, call.grad_out, call.grad_y);
 }
 
 void clear_rows_cpu(const Slots& slots, const Rows& rows, int64_t length) {

@@ -95,14 +95,11 @@ inline void choose_experts(const Route& call, const ExpertScores& scores, int64_
     });
     values = of_groups = biased;
   }
-  if (call.groups == 1)
-    return find_largest(
-        values, n, k, [](int64_t) { return true; }, chosen);
+  if (call.groups == 1) return find_largest(values, n, k, [](int64_t) { return true; }, chosen);
   bool is_chosen[kMostExperts];
   choose_groups(call, of_groups, is_chosen);
   const int64_t length = n / call.groups;
-  find_largest(
-      values, n, k, [&](int64_t i) { return is_chosen[i / length]; }, chosen);
+  find_largest(values, n, k, [&](int64_t i) { return is_chosen[i / length]; }, chosen);
 }
 
 // e^(value - the largest of them), one after the other.
