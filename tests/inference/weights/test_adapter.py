@@ -98,7 +98,7 @@ def test_weights_have_the_bits_of_peft(
     ):
         assert ours.dtype == dtype
         if dtype == torch.float32:  # a product's last bit may depend on where its memory lies
-            torch.testing.assert_close(ours, theirs, rtol=2e-7, atol=1e-8)
+            torch.testing.assert_close(ours, theirs, rtol=2e-7, atol=6e-8)
         else:
             assert torch.equal(ours, theirs)
         differ += not torch.equal(ours, before)
