@@ -172,6 +172,7 @@ def test_a_random_order_has_each_token_once(tokens: int, device: str) -> None:
     assert len(orders) == 5 or tokens < 16
 
 
+@pytest.mark.long
 def test_a_random_order_is_fair() -> None:
     """Each token has each place as often as others, and pairs come in both orders."""
     tokens, seeds = 7, 6000
