@@ -11,6 +11,7 @@
 //   Weight, X               the types that rows of the weight and of x are made of here
 //   kXLines                 lines of x beside one of the weight
 //   kScaled                 whether groups of elements of the weight have scales
+//   kGrouped                whether rows of x have weights of their own: see linear/row_groups.h
 //   kMostWarps<tiles>       that multiply in a block
 //   kTogether               of these multiply together, with code for all columns of kColumnTiles
 //   weight(call), x(call)   both as Operands
@@ -83,7 +84,9 @@ struct Geometry {
   uint32_t column_magic;  // 2^32 / columns, rounded up
   int sums_pitch;         // floats, from one row of x to the next in the sums of these columns
   int asked;              // steps of the first split-K part to ask for before the kernel may read
+  int of_share;           // clusters that work on one share
   bool by_engine;         // lines come near as TMA tiles
+  bool x_by_engine;       // those of x, too
   bool weight_aligned, x_aligned;  // to 16 bytes, if not by_engine
   // What follows from these, as divisions take long. Bytes are those of a stage.
   int group_k_parts, k_part_steps;
@@ -121,25 +124,42 @@ struct Maps<true> : Maps<false> {
   CUtensorMap scales, offsets;
 };
 
+// What some clusters work on: rows of x that have one weight, and that weight.
+struct Share {
+  int number;         // of the weight
+  int first, rows;    // of x, and of the results
+  const int* tokens;  // where those rows of x are, if they are not in their order; or null
+};
+
+// Which cluster of the launch a block is of: of 1, 2 or 4 blocks.
+__device__ inline unsigned cluster_of_block(const Geometry& geometry) {
+  return blockIdx.x >> geometry.cluster / 2;
+}
+
 // Which rows of the weight the blocks of a cluster have: consecutive ones, or in a first part gates
 // and in a second one what those gate.
 struct WeightRows {
   int parts, columns;  // results of each row of x, which are the rows of a part
   int64_t first;       // of the columns
+  int64_t before;      // rows of the weights before this one
+  Share share;
 
-  __device__ WeightRows(const FewRows& call, const Geometry& geometry)
+  __device__ WeightRows(const FewRows& call, const Geometry& geometry, const Share& of_x,
+                        unsigned cluster)
       : parts(call.gated ? 2 : 1),
         columns(geometry.rows() / parts),
-        first(int64_t(blockIdx.x >> geometry.cluster / 2) * columns) {}  // 1, 2 or 4 blocks
+        first(int64_t(cluster) * columns),
+        before(of_x.number * call.weight_rows()),
+        share(of_x) {}
 
   // Where a part begins in the weight.
   __device__ int64_t begin(const FewRows& call, int part) const {
-    return part * call.columns + first;
+    return before + part * call.columns + first;
   }
   // Row number i of the cluster; beyond the end of the part, its last one again.
   __device__ int64_t row(const FewRows& call, int i) const {
     const int part = i >= columns;
-    return ::min(begin(call, part) + i - part * columns, (part + 1) * call.columns - 1);
+    return ::min(begin(call, part) + i - part * columns, before + (part + 1) * call.columns - 1);
   }
   // Which line of its group row i has; those of the same row are `columns` further each.
   __device__ int line(const Geometry& geometry, int i) const {
@@ -167,14 +187,14 @@ class Copies {
 
   // How many arrive at the barrier of a stage.
   __device__ static int arrivals(const Geometry& geometry) {
-    return geometry.by_engine ? 1 : 2 * kWarp;
+    return geometry.x_by_engine ? 1 : geometry.by_engine ? 1 + 2 * kWarp : 2 * kWarp;
   }
 
   // What may be done before anything may be read.
   __device__ void ask_ahead(int rank) const {
     if (!geometry_.by_engine || threadIdx.x % kWarp != 0) return;
     ask_for_map(maps_.weight);
-    ask_for_map(maps_.x);
+    if (geometry_.x_by_engine) ask_for_map(maps_.x);
     if constexpr (Kind::kScaled) ask_for_map(maps_.scales);
 #pragma unroll 1  // instructions are read from memory, too
     for (int step = 0; step < geometry_.asked; ++step) {
@@ -192,22 +212,24 @@ class Copies {
   // Begins to copy what a step of the split-K part that all groups are at has, to that stage.
   __device__ void begin(int rank, int k_part, int step, int stage) const {
     Barrier* const barrier = here_ + stage;
-    char* near = pipeline_ + stage * geometry_.stage_bytes;
-    if (!geometry_.by_engine) {
-      const int count = ::min(geometry_.lines, geometry_.k_part_lines - step * geometry_.lines);
-      for (int group = 0; group < geometry_.groups; ++group) {
-        copy_lines(line(rank, group, k_part, step), count, near + group * geometry_.group_bytes);
-      }
-      arrive_after_fetches(barrier);
-      arrive(barrier);
-    } else if (threadIdx.x % kWarp == 0) {
+    char* const near = pipeline_ + stage * geometry_.stage_bytes;
+    if (geometry_.by_engine && threadIdx.x % kWarp == 0) {
       arrive_expecting(barrier, bytes_of_stage());
 #pragma unroll 1  // instructions are read from memory, too
       for (int group = 0; group < geometry_.groups; ++group) {
-        fetch_group(line(rank, group, k_part, step), near, barrier);
-        near += geometry_.group_bytes;
+        fetch_group(line(rank, group, k_part, step), near + group * geometry_.group_bytes, barrier);
       }
     }
+    if (geometry_.x_by_engine) return;
+    const int count = ::min(geometry_.lines, geometry_.k_part_lines - step * geometry_.lines);
+    for (int group = 0; group < geometry_.groups; ++group) {
+      char* const of_group = near + group * geometry_.group_bytes;
+      const int from = line(rank, group, k_part, step);
+      if (!geometry_.by_engine) copy_weight(from, count, of_group);
+      copy_x(from, count, of_group + geometry_.x_place);
+    }
+    arrive_after_fetches(barrier);
+    arrive(barrier);
   }
 
  private:
@@ -218,8 +240,8 @@ class Copies {
   }
 
   __device__ int bytes_of_stage() const {
-    return geometry_.groups *
-           (geometry_.scale_place + geometry_.scale_tiles * geometry_.scale_bytes);
+    const int floats = geometry_.x_by_engine ? geometry_.scale_place : geometry_.x_place;
+    return geometry_.groups * (floats + geometry_.scale_tiles * geometry_.scale_bytes);
   }
 
   __device__ void fetch_group(int from, char* near, Barrier* barrier) const {
@@ -228,7 +250,10 @@ class Copies {
       fetch_tma_tiles(near + geometry_.x_place / 2, maps_.weight, int(rows_.begin(call_, 1)), from,
                       barrier, policy_);
     }
-    fetch_tma_tiles(near + geometry_.x_place, maps_.x, 0, from * Kind::kXLines, barrier);
+    if (geometry_.x_by_engine) {
+      fetch_tma_tiles(near + geometry_.x_place, maps_.x, rows_.share.first, from * Kind::kXLines,
+                      barrier);
+    }
     if constexpr (Kind::kScaled) {
       const Scales& scales = Kind::scales(call_);
       near += geometry_.scale_place;
@@ -241,10 +266,9 @@ class Copies {
     }
   }
 
-  __device__ void copy_lines(int from, int count, char* near) const {
+  __device__ void copy_weight(int from, int count, char* near) const {
     const int lane = threadIdx.x % kWarp;
     const auto weight = Kind::weight(call_);
-    const auto x = Kind::x(call_);
     for (int l = 0; l < count; ++l) {
       for (int i = lane; i < geometry_.rows() * kUnitsOfLine; i += kWarp) {
         const int row = i / kUnitsOfLine, at = rows_.line(geometry_, row) + l * rows_.columns;
@@ -252,14 +276,20 @@ class Copies {
                   weight.length, from + l, i % kUnitsOfLine, geometry_.weight_aligned);
       }
     }
+    if constexpr (Kind::kScaled) copy_scales(from, near + geometry_.scale_place);
+  }
+
+  __device__ void copy_x(int from, int count, char* near) const {
+    const auto x = Kind::x(call_);
+    const Share& share = rows_.share;
     for (int l = 0; l < count * Kind::kXLines; ++l) {
-      for (int i = lane; i < int(call_.rows) * kUnitsOfLine; i += kWarp) {
+      for (int i = threadIdx.x % kWarp; i < share.rows * kUnitsOfLine; i += kWarp) {
         const int row = i / kUnitsOfLine, at = row + l * geometry_.x_rows;
-        copy_unit(near + geometry_.x_place + place_in_tma_tile(at, i % kUnitsOfLine), x.row(row),
-                  x.length, from * Kind::kXLines + l, i % kUnitsOfLine, geometry_.x_aligned);
+        const int source = share.tokens == nullptr ? share.first + row : share.tokens[row];
+        copy_unit(near + place_in_tma_tile(at, i % kUnitsOfLine), x.row(source), x.length,
+                  from * Kind::kXLines + l, i % kUnitsOfLine, geometry_.x_aligned);
       }
     }
-    if constexpr (Kind::kScaled) copy_scales(from, near + geometry_.scale_place);
   }
 
   // 16 bytes of a row, of that line; with zeros beyond the end.

@@ -8,6 +8,7 @@
 
 #include "common/cuda/device.cuh"
 #include "linear/few_rows_sums_cuda.cuh"
+#include "linear/row_groups_cuda.cuh"
 
 namespace dsx::cuda {
 
@@ -69,7 +70,6 @@ __global__ void __launch_bounds__(kFewRowsThreads<Kind, kColumnTiles>,
       kTmaTileAlignment);
   const int rank = geometry.cluster > 1 ? int(rank_in_cluster()) : 0;
   const int warp = int(threadIdx.x) / kWarp, multiplying = geometry.groups * geometry.tiles;
-  const WeightRows rows(call, geometry);
 
   let_next_begin();
   if (threadIdx.x == 0) {
@@ -80,6 +80,13 @@ __global__ void __launch_bounds__(kFewRowsThreads<Kind, kColumnTiles>,
     show_barriers();
   }
   __syncthreads();
+  unsigned cluster = cluster_of_block(geometry);
+  Share share{0, 0, int(call.rows), nullptr};
+  if constexpr (Kind::kGrouped) {
+    share = share_of_block<T, kColumnTiles * kColumnTile>(call, geometry, cluster);
+    if (share.rows == 0) return;  // of all blocks of the cluster
+  }
+  const WeightRows rows(call, geometry, share, cluster);
 
   const bool copying = warp == multiplying;
   if (copying) {  // before all that takes time
@@ -98,7 +105,7 @@ __global__ void __launch_bounds__(kFewRowsThreads<Kind, kColumnTiles>,
   }
   const int group = geometry.group_of(warp);
   const int first_row = (warp - group * geometry.tiles) * kTileRows;
-  const Sums sums(pipeline, call, geometry);
+  const Sums sums(pipeline, share, geometry);
   Finisher<T> finisher(call, geometry, rows, sums, rank);
   const Sender sender(sums, geometry, rows, rank * geometry.groups + group, first_row);
   float totals[Products::kSums];
@@ -120,22 +127,26 @@ __global__ void __launch_bounds__(kFewRowsThreads<Kind, kColumnTiles>,
   finisher.finish(call.inverses == nullptr ? inverses : call.inverses);
 }
 
-// Blocks of a launch, whose clusters have so many tiles each.
-inline int64_t blocks_of(int64_t tiles, int of_cluster, int cluster) {
-  return ceil_div(tiles, int64_t(of_cluster)) * cluster;
-}
-
 // How many tiles make for the least work of the busiest processor: some multiple of `step`. A block
 // costs it an eighth of a tile besides, so that small ones do not win by less than they cost.
-inline int tiles_of_cluster(int64_t tiles, int step, int most, int cluster, int processors) {
+inline int tiles_of_cluster(int64_t shares, int64_t tiles, int step, int most, int cluster,
+                            int processors) {
   int best = step;
   int64_t least = INT64_MAX;
   for (int each = step; each <= most; each += step) {
-    const int64_t blocks = ceil_div(blocks_of(tiles, each, cluster), int64_t(processors));
+    const int64_t all = shares * ceil_div(tiles, int64_t(each)) * cluster;
+    const int64_t blocks = ceil_div(all, int64_t(processors));
     const int64_t work = (8 * each + 1) * blocks;
     if (work <= least) least = work, best = each;
   }
   return best;
+}
+
+// Weights that are read, if the host knows no better.
+template <class Kind>
+int64_t usual_shares(const typename Kind::Call& call) {
+  if constexpr (Kind::kGrouped) return std::min(call.groups.experts, call.rows);
+  return 1;
 }
 
 // So many warps for each row of the weight that processors are busy. They are in one block unless
@@ -143,11 +154,13 @@ inline int tiles_of_cluster(int64_t tiles, int step, int most, int cluster, int 
 template <class Kind, int kColumnTiles>
 void divide(Geometry& geometry, const typename Kind::Call& call, const Device& device,
             bool chained) {
-  const int64_t tiles = ceil_div(call.weight_rows(), kTileRows);
+  const int64_t shares = usual_shares<Kind>(call);
+  const int64_t of_share = ceil_div(call.weight_rows(), kTileRows), tiles = shares * of_share;
   const auto are_few = [&](int64_t blocks) { return 10 * blocks < 9 * device.processors; };
   constexpr int kMost = Kind::template kMostWarps<kColumnTiles>, kStep = Kind::kTogether;
   const auto tiles_beside = [&](int groups) {
-    return tiles_of_cluster(tiles, kStep, kMost / groups, geometry.cluster, device.processors);
+    return tiles_of_cluster(shares, of_share, kStep, kMost / groups, geometry.cluster,
+                            device.processors);
   };
   geometry.cluster = geometry.groups = 1;
   if (kStep > 1) {
@@ -189,7 +202,9 @@ Geometry geometry_of(const typename Kind::Call& call, const Device& device, bool
   geometry.finished_rows = geometry.threads() / geometry.columns;
   geometry.column_magic = uint32_t(ceil_div(int64_t(1) << 32, int64_t(geometry.columns)));
   const int64_t column_tiles =
-      Kind::kTogether > 1 ? kColumnTiles : ceil_div(call.rows, int64_t(kColumnTile));
+      Kind::kTogether > 1
+          ? kColumnTiles
+          : std::min(ceil_div(call.rows, int64_t(kColumnTile)), int64_t(kColumnTiles));
   geometry.x_rows = int(column_tiles) * kColumnTile;
   geometry.x_lines = Kind::kXLines;
   if constexpr (Kind::kScaled) {
@@ -200,7 +215,7 @@ Geometry geometry_of(const typename Kind::Call& call, const Device& device, bool
   const int64_t line = kLineBytes / int64_t(sizeof(typename Kind::Weight));
   geometry.k_part_lines =
       int(ceil_div(ceil_div(Kind::weight(call).length, line), int64_t(kSplitKParts)));
-  int lines = call.rows > 16 ? 2 : 1;
+  int lines = geometry.x_rows > 16 ? 2 : 1;
   while (geometry.rows() * lines * kLineBytes < kCopiedAtOnce<Kind::kScaled>) lines *= 2;
   while (geometry.k_part_lines % lines != 0) lines /= 2;
   geometry.set_lines(lines);
@@ -227,18 +242,30 @@ void set_stages(Geometry& geometry, const Device& device, int64_t blocks) {
   geometry.asked = is_small ? std::min(geometry.k_part_steps, all / (more ? 4 : 16)) : 0;
 }
 
-// Whether all that comes near can be copied by the engine; makes maps for it.
+// Whether lines of x can be copied by the engine; makes a map for it.
 template <class Kind>
-bool make_maps(Maps<Kind::kScaled>& maps, const typename Kind::Call& call,
-               const Geometry& geometry) {
-  const Matrix weight = Kind::weight(call).matrix(), x = Kind::x(call).matrix();
+bool make_x_map(Maps<Kind::kScaled>& maps, const typename Kind::Call& call,
+                const Geometry& geometry) {
+  if constexpr (Kind::kGrouped) {
+    if (call.groups.slots != nullptr) return false;
+  }
+  const Matrix x = Kind::x(call).matrix();
+  if (Kind::x(call).rows.group != 0 || !fits_tma_tiles(x)) return false;
+  return make_map(maps.x, x, geometry.x_rows, geometry.lines * Kind::kXLines);
+}
+
+// Whether all else that comes near can be copied by the engine; makes maps for it.
+template <class Kind>
+bool make_weight_maps(Maps<Kind::kScaled>& maps, const typename Kind::Call& call,
+                      const Geometry& geometry) {
+  const Matrix weight = Kind::weight(call).matrix();
   const int columns = geometry.columns * geometry.cluster;
-  if (Kind::x(call).rows.group != 0 || !fits_tma_tiles(weight) || !fits_tma_tiles(x)) return false;
+  if (!fits_tma_tiles(weight)) return false;
   if (!make_map(maps.weight, weight, columns, geometry.lines)) return false;
-  if (!make_map(maps.x, x, geometry.x_rows, geometry.lines * Kind::kXLines)) return false;
   if constexpr (Kind::kScaled) {
     // A rectangle of floats begins at a multiple of 16 bytes.
-    if (call.gated && call.columns % 4 != 0) return false;
+    const bool has_several = call.gated || Kind::kGrouped;
+    if (has_several && call.columns % 4 != 0) return false;
     const Scales scales = Kind::scales(call);
     const int rows = geometry.scale_lines * geometry.lines;
     const auto make = [&](CUtensorMap& map, const float* data) {
@@ -259,14 +286,22 @@ bool launch_few_rows(const typename Kind::Call& call, const Device& device, cuda
   const bool chained = can_chain(kernel, op);
   Geometry geometry = geometry_of<Kind, kColumnTiles>(call, device, chained);
   const int64_t columns = geometry.columns * geometry.cluster;
-  const int64_t blocks = ceil_div(call.columns, columns) * geometry.cluster;
+  geometry.of_share = int(ceil_div(call.columns, columns));
+  int64_t shares = 1;
+  if constexpr (Kind::kGrouped) {
+    shares = most_shares(call.groups, call.rows, kColumnTiles * kColumnTile);
+  }
+  const int64_t blocks = shares * geometry.of_share * geometry.cluster;
   set_stages<Kind, kColumnTiles>(geometry, device, blocks);
+  if (Kind::kGrouped) geometry.asked = 0;  // it is not known yet of which weights
   Maps<Kind::kScaled> maps = {};
-  geometry.by_engine = chained && make_maps<Kind>(maps, call, geometry);
+  geometry.by_engine = chained && make_weight_maps<Kind>(maps, call, geometry);
+  geometry.x_by_engine = geometry.by_engine && make_x_map<Kind>(maps, call, geometry);
+  if (!Kind::kGrouped && !geometry.x_by_engine) geometry.by_engine = false;
   if (Kind::kTogether > 1 && !geometry.by_engine) return false;
   geometry.weight_aligned = Kind::weight(call).is_aligned();
   geometry.x_aligned = Kind::x(call).is_aligned();
-  const int64_t sums = int64_t(geometry.cluster * geometry.groups) * call.rows *
+  const int64_t sums = int64_t(geometry.cluster * geometry.groups) * geometry.x_rows *
                        geometry.sums_pitch * int64_t(sizeof(float));
   const int64_t pipeline = int64_t(geometry.stages) * geometry.stage_bytes;
   const Launch how{unsigned(blocks), geometry.threads(),

@@ -18,9 +18,9 @@ struct Sums {
   float* all;
   int rows, columns, pitch, splits;
 
-  __device__ Sums(char* shared, const FewRows& call, const Geometry& geometry)
+  __device__ Sums(char* shared, const Share& share, const Geometry& geometry)
       : all(reinterpret_cast<float*>(shared)),
-        rows(int(call.rows)),
+        rows(share.rows),
         columns(geometry.columns),
         pitch(geometry.sums_pitch),
         splits(geometry.cluster * geometry.groups) {}
@@ -153,10 +153,10 @@ __device__ inline void begin_norm(const FewRows& call, int64_t row, int64_t colu
   }
 }
 
-// What becomes of the sum of a row of x beside a column, and beside what that gates. `inverses` are
-// those of find_inverses, if there is a norm before the layer.
+// What becomes of the sum of a row of x beside a column, and beside what that gates, with that
+// number of the biases. `inverses` are those of find_inverses, if there is a norm before the layer.
 template <class T>
-__device__ inline float result_of(const FewRows& call, int64_t row, int64_t column,
+__device__ inline float result_of(const FewRows& call, int64_t row, int64_t column, int bias,
                                   const float* inverses, float sum, float up) {
   if (call.squares.is_present()) {
     sum = __fmul_rn(sum, inverses[row]);
@@ -165,9 +165,9 @@ __device__ inline float result_of(const FewRows& call, int64_t row, int64_t colu
   const auto element = [](const Rows& rows, int64_t r, int64_t i) {
     return rows.is_present() ? widen(rows.row<T>(r).address[i]) : 0.0f;
   };
-  float result = sum + element(call.bias, 0, column);
+  float result = sum + element(call.bias, bias, column);
   if (call.activated) {
-    if (call.gated) up += element(call.bias, 0, call.columns + column);
+    if (call.gated) up += element(call.bias, bias, call.columns + column);
     result = activated(call, result, up);
   }
   return result + element(call.residual, row, column);
@@ -180,12 +180,12 @@ class Finisher {
  public:
   __device__ Finisher(const FewRows& call, const Geometry& geometry, const WeightRows& rows,
                       const Sums& sums, int rank)
-      : call_(call), sums_(sums), step_(geometry.finished_rows) {
+      : call_(call), sums_(sums), bias_(rows.share.number), step_(geometry.finished_rows) {
     first_ = geometry.rank_of(int(threadIdx.x));
     const int c = int(threadIdx.x) - first_ * sums.columns;
     column_ = rows.first + rank * sums.columns + c;
     near_ = sums.all + first_ * sums.pitch + c;
-    out_ = call.out.even_row<T>(first_).address + column_;
+    out_ = call.out.even_row<T>(rows.share.first + first_).address + column_;
     if (first_ >= step_ || column_ >= call.columns) first_ = sums.rows;  // it has none
   }
 
@@ -194,7 +194,8 @@ class Finisher {
     const float norm_weight = norm_after ? norm_weight_of<T>(call_, column_) : 0;
     for (int m = first_; m < sums_.rows; m += step_) {
       const float up = call_.gated ? total(near_ + sums_.columns) : 0;
-      const T out = narrow<T>(result_of<T>(call_, m, column_, inverses, total(near_), up));
+      const float result = result_of<T>(call_, m, column_, bias_, inverses, total(near_), up);
+      const T out = narrow<T>(result);
       *out_ = out;
       if (norm_after) begin_norm<T>(call_, m, column_, norm_weight, out);
       near_ += step_ * sums_.pitch;
@@ -214,7 +215,7 @@ class Finisher {
 
   const FewRows& call_;
   const Sums& sums_;
-  const int step_;
+  const int bias_, step_;
   int first_;
   int64_t column_;
   const float* near_;

@@ -45,7 +45,7 @@ __device__ inline void store_results(const QuantizedLinear& call, int64_t first,
     const int64_t row = first + r;
     if (int(threadIdx.x) % kWarp != r || row >= call.rows) continue;
     call.out.even_row<T>(row).address[column] =
-        narrow<T>(result_of<T>(call, row, column, inverses, sums[0][r], sums[1][r]));
+        narrow<T>(result_of<T>(call, row, column, 0, inverses, sums[0][r], sums[1][r]));
   }
 }
 

@@ -19,6 +19,7 @@ struct ByTensorCores {
   using Call = Call_;
   using Weight = uint8_t;
   static constexpr bool kScaled = true;
+  static constexpr bool kGrouped = false;
   static constexpr int kTogether = 1;
   template <int kColumnTiles>
   static constexpr int kMostWarps = kColumnTiles > 4 ? 7 : 14;

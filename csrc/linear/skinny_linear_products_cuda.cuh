@@ -20,8 +20,8 @@ class Products {
   static constexpr bool kFillsRegisters = false;
 
   // Of the tile that begins at that row of the cluster.
-  __device__ Products(const SkinnyLinear& /*call*/, const Geometry& geometry,
-                      const WeightRows& rows, int first_row)
+  __device__ Products(const FewRows& /*call*/, const Geometry& geometry, const WeightRows& rows,
+                      int first_row)
       : weight_step_(rows.columns * kLineBytes), x_step_(geometry.x_rows * kLineBytes) {
     const int lane = threadIdx.x % kWarp;
     const int line = rows.line(geometry, first_row + lane % kTileRows);
@@ -108,9 +108,9 @@ class Products<float, kColumnTiles> {
   static constexpr bool kFillsRegisters = false;
   static constexpr int kSums = kColumnTiles * 4;
 
-  __device__ Products(const SkinnyLinear& call, const Geometry& geometry, const WeightRows& rows,
+  __device__ Products(const FewRows& /*call*/, const Geometry& geometry, const WeightRows& rows,
                       int first_row)
-      : rows_of_x_(int(call.rows)),
+      : rows_of_x_(rows.share.rows),
         x_place_(geometry.x_place),
         weight_step_(rows.columns * kLineBytes),
         x_step_(geometry.x_rows * kLineBytes) {
