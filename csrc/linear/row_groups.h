@@ -8,8 +8,9 @@ namespace dsx {
 
 struct RowGroups {
   int64_t experts;
-  const int32_t* offsets;  // [experts]: where the rows of each end; those behind the last are nobody's
-  const int64_t* slots;    // [tokens, choices]: which row is made of that token; null: x has the rows
+  const int32_t*
+      offsets;  // [experts]: where the rows of each end; those behind the last are nobody's
+  const int64_t* slots;  // [tokens, choices]: which row is made of that token; null: x has the rows
   int64_t tokens, choices;
 };
 

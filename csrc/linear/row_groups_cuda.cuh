@@ -1,5 +1,6 @@
-// Skinny GEMMs on CUDA whose rows have weights of their own: which of them a block works on. The host
-// knows how many rows there are, not whose: it launches blocks for as many shares as there can be.
+// Skinny GEMMs on CUDA whose rows have weights of their own: which of them a block works on. The
+// host knows how many rows there are, not whose: it launches blocks for as many shares as there can
+// be.
 #pragma once
 
 #include "linear/few_rows_cuda.cuh"
@@ -65,8 +66,8 @@ __device__ inline void clear_rows_of_nobody(const FewRows& call, const RowGroups
   }
 }
 
-// What a block works on; no rows if nothing. `cluster` becomes the number of its cluster among those
-// of its share. All threads call it.
+// What a block works on; no rows if nothing. `cluster` becomes the number of its cluster among
+// those of its share. All threads call it.
 template <class T, int kOfShare, class Call>
 __device__ Share share_of_block(const Call& call, const Geometry& geometry, unsigned& cluster) {
   __shared__ Share found;
@@ -79,7 +80,8 @@ __device__ Share share_of_block(const Call& call, const Geometry& geometry, unsi
   if (thread < kOfShare) tokens[thread] = 0;
   wait_for_previous();
   const bool gathers = groups.slots != nullptr;
-  int64_t slot = gathers && thread < rows ? groups.slots[thread] : -1;  // asked for before it is needed
+  int64_t slot =
+      gathers && thread < rows ? groups.slots[thread] : -1;  // asked for before it is needed
   if (thread < kWarp) {
     __syncwarp();
     find_share<kOfShare>(groups, rows, wanted, found);
@@ -101,7 +103,8 @@ __device__ Share share_of_block(const Call& call, const Geometry& geometry, unsi
   return share;
 }
 
-// Calls body with the number of groups of 8 rows of a share: as many as an expert usually has, twice.
+// Calls body with the number of groups of 8 rows of a share: as many as an expert usually has,
+// twice.
 template <class Body>
 void with_row_groups(const RowGroups& groups, int64_t rows, const Body& body) {
   const int64_t experts = std::min(groups.experts, rows);

@@ -6,6 +6,8 @@
 
 namespace dsx {
 
+constexpr int64_t kMostExperts = 1024;
+
 struct Assign {
   int64_t tokens, k;       // tokens * k fits into 31 bits
   int64_t num_experts;     // 1 to kMostExperts
@@ -76,7 +78,13 @@ struct AssignTiles {
     of_choice = ceil_div(tokens, places);
   }
 };
+// Up to so many choices one block has all of them, without a workspace.
+constexpr int64_t kMostFewChoices = 1024;
+inline bool are_few(const Assign& call) {
+  return call.tokens > 0 && call.tokens * call.k <= kMostFewChoices;
+}
 inline int64_t workspace_of_assign(const Assign& call) {
+  if (are_few(call)) return 0;
   return AssignTiles(call.tokens, call.k).of_choice * call.k * call.num_experts;
 }
 

@@ -4,7 +4,8 @@
 
 #include <algorithm>
 
-#include "common/cuda/check.h"
+#include "common/cuda/chain.cuh"
+#include "moe/assign_in_block_cuda.cuh"
 
 namespace dsx {
 
@@ -170,9 +171,20 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
+__global__ void __launch_bounds__(kThreads) assign_few_kernel(const __grid_constant__ Assign call) {
+  __shared__ cuda::AssignShared shared;
+  cuda::let_next_begin();
+  cuda::wait_for_previous();
+  cuda::assign_in_block(call, shared);
+}
+
 }  // namespace
 
 void assign_cuda(const Assign& call, void* stream) {
+  if (are_few(call)) {
+    const cuda::Launch how{1, kThreads, 0, 1, cuda::can_chain(assign_few_kernel, kOp)};
+    return cuda::launch_kernel(assign_few_kernel, how, cudaStream_t(stream), kOp, call);
+  }
   cuda::check(cudaPeekAtLastError(), kOp);  // of somebody before
   const AssignTiles tiles(call.tokens, call.k);
   const unsigned blocks = unsigned(tiles.of_choice * call.k);

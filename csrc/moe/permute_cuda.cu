@@ -61,12 +61,12 @@ constexpr int kWords = 4;  // of a thread
 
 // How rows of so many words, or vectors, are cut into parts, each of a block.
 struct Parts {
-  int64_t words;  // of a row
-  int64_t of_row;
+  int64_t words;    // of a row
+  unsigned of_row;  // of 32 bits, as divisions of 64 take long
   int threads;
 
   Parts(int64_t length, int per_thread) : words(length) {
-    of_row = ceil_div(words, kMostThreads * per_thread);
+    of_row = unsigned(ceil_div(words, kMostThreads * per_thread));
     threads = int(ceil_div(ceil_div(words, of_row * per_thread), cuda::kWarp)) * cuda::kWarp;
   }
 };
@@ -80,7 +80,7 @@ __global__ void __launch_bounds__(kMostThreads)
     return clear_rows(call.slots, out, parts.words, blockIdx.x - copiers);
   }
   const int64_t token = blockIdx.x / parts.of_row;
-  const int64_t first = blockIdx.x % parts.of_row * blockDim.x * kWords + threadIdx.x;
+  const int64_t first = int64_t(blockIdx.x % parts.of_row) * blockDim.x * kWords + threadIdx.x;
   const Word* const source = reinterpret_cast<const Word*>(
       static_cast<const char*>(call.x.data) + call.x.place_of(token) * bytes_of(call.x.dtype));
   Word words[kWords];
@@ -109,22 +109,31 @@ constexpr int kCount = 8;
 template <class T>
 using Vector = cuda::RowVector<T, kCount>;
 
-__device__ float number_at(const Rows& numbers, int64_t i) {
-  if (numbers.dtype == Dtype::float32) return __ldg(static_cast<const float*>(numbers.data) + i);
-  return cuda::load<cuda::Access::single, 1>(numbers.even_row<Any>(i), 1).lanes[0];
-}
-
-// The weights of the choices of a token from number `first` on; 1 if there are none.
+// The weights of the choices of a token from number `first` on; 1 if there are none. All are asked
+// for before any is there.
 template <int kBatch>
 struct Weights {
   float of[kBatch];
 
   __device__ Weights(const Rows& weights, const Slots& slots, int64_t token, int64_t first) {
-#pragma unroll
-    for (int b = 0; b < kBatch; ++b) {
-      const bool is_there = weights.is_present() && first + b < slots.k;
-      of[b] = is_there ? number_at(weights, token * slots.k + first + b) : 1.0f;
+    const int64_t at = token * slots.k + first;
+    if (!weights.is_present()) {
+      read(slots, first, [](int) { return 1.0f; });
+    } else if (weights.dtype == Dtype::float32) {
+      const float* const floats = static_cast<const float*>(weights.data) + at;
+      read(slots, first, [&](int b) { return __ldg(floats + b); });
+    } else {
+      const Pointer<Any> numbers = weights.even_row<Any>(at);
+      read(slots, first,
+           [&](int b) { return cuda::load<cuda::Access::single, 1>(numbers + b, 1).lanes[0]; });
     }
+  }
+
+ private:
+  template <class Number>
+  __device__ void read(const Slots& slots, int64_t first, const Number& number_at) {
+#pragma unroll
+    for (int b = 0; b < kBatch; ++b) of[b] = first + b < slots.k ? number_at(b) : 1.0f;
   }
 };
 
@@ -144,46 +153,31 @@ __device__ int count_at(int64_t i, int64_t length) {
   return int(::max(int64_t(0), ::min(int64_t(kCount), length - i)));
 }
 
+// A thread has a vector: of so short a kernel many threads hide best what each one waits for.
 template <class T, int kBatch>
 __global__ void __launch_bounds__(kMostThreads)
     unpermute_kernel(const __grid_constant__ Unpermute call, const __grid_constant__ Parts parts,
                      bool aligned) {
-  constexpr int kVectors = kTogether / kBatch;
   const int64_t token = blockIdx.x / parts.of_row;
-  const int64_t first = blockIdx.x % parts.of_row * blockDim.x * kVectors + threadIdx.x;
-  const auto element = [&](int v) { return (first + v * blockDim.x) * kCount; };
-  Floats<kCount> sums[kVectors];
-#pragma unroll
-  for (int v = 0; v < kVectors; ++v) sums[v] = 0.0f;
+  const int64_t i = (int64_t(blockIdx.x % parts.of_row) * blockDim.x + threadIdx.x) * kCount;
+  const int count = count_at(i, call.length);
+  if (count == 0) return;
+  Floats<kCount> sums = 0.0f;
   bool is_first = true;
   for (int64_t choice = 0; choice < call.slots.k; choice += kBatch) {
     const Places<kBatch> places(call.slots, token, choice);
+    Vector<T> vectors[kBatch];
+    fetch_rows<T>(call.slots, call.y, places, i, count, aligned, vectors);
     const Weights<kBatch> weights(call.weights, call.slots, token, choice);
-    Vector<T> vectors[kVectors][kBatch];
-#pragma unroll
-    for (int v = 0; v < kVectors; ++v) {
-      const int count = count_at(element(v), call.length);
-      if (count == 0) continue;
-      fetch_rows<T>(call.slots, call.y, places, element(v), count, aligned, vectors[v]);
-    }
 #pragma unroll
     for (int b = 0; b < kBatch; ++b) {
       if (!call.slots.is_row(places.at[b])) continue;
-#pragma unroll
-      for (int v = 0; v < kVectors; ++v) {
-        const Floats<kCount> term = floats_of(vectors[v][b]) * Floats<kCount>(weights.of[b]);
-        sums[v] = is_first ? term : sums[v] + term;
-      }
+      const Floats<kCount> term = floats_of(vectors[b]) * Floats<kCount>(weights.of[b]);
+      sums = is_first ? term : sums + term;
       is_first = false;
     }
   }
-#pragma unroll
-  for (int v = 0; v < kVectors; ++v) {
-    const int count = count_at(element(v), call.length);
-    if (count == 0) continue;
-    cuda::put<cuda::Stored::streamed>(call.out.even_row<T>(token), element(v), count, aligned,
-                                      sums[v]);
-  }
+  cuda::put<cuda::Stored::streamed>(call.out.even_row<T>(token), i, count, aligned, sums);
 }
 
 struct Block {  // that adds up over all of its threads
@@ -291,7 +285,7 @@ void unpermute_cuda(const Unpermute& call, void* stream) {
   with_vectors({call.y, call.out}, call.length, [&](auto storage, bool aligned) {
     with_batch(call.slots.k, [&](auto batch) {
       using T = decltype(storage);
-      const Parts parts(ceil_div(call.length, kCount), kTogether / batch());
+      const Parts parts(ceil_div(call.length, kCount), 1);
       const unsigned blocks = unsigned(call.slots.tokens * parts.of_row);
       unpermute_kernel<T, batch()>
           <<<blocks, parts.threads, 0, cudaStream_t(stream)>>>(call, parts, aligned);

@@ -9,10 +9,10 @@
 #include "common/math.h"
 #include "common/rows.h"
 #include "common/simd/isa.h"
+#include "moe/assign.h"
 
 namespace dsx {
 
-constexpr int64_t kMostExperts = 1024;
 constexpr float kLeastSum = 1e-20f;  // added to what is divided by
 
 // What a weight is: a probability among all experts, the sigmoid of a logit, or a probability among
@@ -48,6 +48,9 @@ struct RouteBackward {
   const float* grad_z_sum;             // one number; null: none
   Rows grad_logits;                    // written
 };
+
+// Up to so many tokens, if their choices are few, one kernel on CUDA does all.
+constexpr int64_t kFewTokens = 64;
 
 // Sums over tokens are made of those of tiles, which follow from how many tokens there are.
 constexpr int64_t kLeastOfTile = 32, kMostTiles = 4096;
@@ -92,8 +95,9 @@ void route_backward_cpu(Isa isa, const RouteBackward& call, int64_t begin, int64
 // After: adds up the tiles.
 void add_tiles_cpu(const Route& call);
 
-// Queue all of it on the stream (cudaStream_t). They throw std::runtime_error.
-void route_cuda(const Route& call, void* stream);
+// Queue all of it on the stream (cudaStream_t). They throw std::runtime_error. The first one gives
+// choices their rows, too; what it is to give rows to is what it writes.
+void route_cuda(const Route& call, const Assign& assign, void* stream);
 void route_backward_cuda(const RouteBackward& call, void* stream);
 
 }  // namespace dsx

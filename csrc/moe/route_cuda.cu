@@ -1,12 +1,13 @@
 // moe_route on CUDA: a warp for each token, whose lane l has the experts l, l + 32, l + 64 ...
 #include "moe/route.h"
 
-#include "common/cuda/check.h"
+#include "common/cuda/chain.cuh"
 #include "common/cuda/convert.cuh"
 #include "common/cuda/floats.cuh"
 #include "common/cuda/launch.cuh"
 #include "common/cuda/vector_io.cuh"
 #include "common/cuda/warp.cuh"
+#include "moe/assign_in_block_cuda.cuh"
 
 namespace dsx {
 
@@ -207,13 +208,11 @@ __device__ void choose(const Route& call, int64_t token, const ExpertScores<kPer
   for (int j = lane; j < k; j += kLanes) weights[j] *= factor;
 }
 
-// A block for each tile.
-template <int kPer>
-__global__ void __launch_bounds__(kWarps* kLanes)
-    route_kernel(const __grid_constant__ Route call, int64_t of_tile) {
+// Tokens [first, end) by a block; then `take` is called with the sums of each expert, and behind
+// those of all experts with the sum for z.
+template <int kPer, int kWarps, class Take>
+__device__ void route_tokens(const Route& call, int64_t first, int64_t end, const Take& take) {
   const RouteOptions& options = call.options;
-  const int64_t first = blockIdx.x * of_tile;
-  const int64_t end = ::min(first + of_tile, options.tokens);
   Floats<kPer> sums = 0.0f;
   float z_sum = 0;
   for (int64_t token = first + warp_of_thread(); token < end; token += kWarps) {
@@ -236,8 +235,34 @@ __global__ void __launch_bounds__(kWarps* kLanes)
     for (int warp = 0; warp < kWarps; ++warp) {
       sum += i < options.experts ? of_warps[warp][i] : z_of_warps[warp];
     }
-    call.partials[blockIdx.x * (options.experts + 1) + i] = sum;
+    take(i, sum);
   }
+}
+
+// A block for each tile.
+template <int kPer>
+__global__ void __launch_bounds__(kWarps* kLanes)
+    route_kernel(const __grid_constant__ Route call, int64_t of_tile) {
+  const int64_t first = blockIdx.x * of_tile;
+  float* const sums = call.partials + blockIdx.x * (call.options.experts + 1);
+  route_tokens<kPer, kWarps>(call, first, ::min(first + of_tile, call.options.tokens),
+                             [&](int i, float sum) { sums[i] = sum; });
+}
+
+// All tokens and their rows by one block.
+template <int kPer>
+constexpr int kWarpsOfFew = kPer <= 4 ? 16 : 8;
+template <int kPer>
+__global__ void __launch_bounds__(kWarpsOfFew<kPer>* kLanes)
+    route_few_kernel(const __grid_constant__ Route call, const __grid_constant__ Assign assign) {
+  __shared__ cuda::AssignShared shared;
+  cuda::let_next_begin();
+  cuda::wait_for_previous();
+  route_tokens<kPer, kWarpsOfFew<kPer>>(call, 0, call.options.tokens, [&](int i, float sum) {
+    *(i < call.options.experts ? call.probability_sums + i : call.z_sum) = sum;
+  });
+  __syncthreads();  // all choices are written
+  cuda::assign_in_block(assign, shared);
 }
 
 constexpr int kColumns = 32, kColumnThreads = 32;
@@ -365,8 +390,16 @@ void with_experts_of_lane(int64_t experts, const Body& body) {
 
 }  // namespace
 
-void route_cuda(const Route& call, void* stream) {
+void route_cuda(const Route& call, const Assign& assign, void* stream) {
   constexpr const char* op = "moe_route";
+  if (call.options.tokens <= kFewTokens && are_few(assign)) {
+    return with_experts_of_lane(call.options.experts, [&](auto per_lane) {
+      const auto kernel = &route_few_kernel<per_lane()>;
+      const cuda::Launch how{1, kWarpsOfFew<per_lane()> * kLanes, 0, 1,
+                             cuda::can_chain(kernel, op)};
+      cuda::launch_kernel(kernel, how, cudaStream_t(stream), op, call, assign);
+    });
+  }
   cuda::check(cudaPeekAtLastError(), op);  // of somebody before
   const int64_t of_tile = tokens_of_tile(call.options.tokens);
   const int64_t tiles = ceil_div(call.options.tokens, of_tile);
@@ -380,6 +413,7 @@ void route_cuda(const Route& call, void* stream) {
   const unsigned blocks = unsigned(ceil_div(call.options.experts + 1, kColumns));
   add_tiles_kernel<<<blocks, kColumns * kColumnThreads, 0, cudaStream_t(stream)>>>(call, tiles);
   cuda::check(cudaGetLastError(), op);
+  assign_cuda(assign, stream);
 }
 
 void route_backward_cuda(const RouteBackward& call, void* stream) {

@@ -5,7 +5,7 @@
 
 #include "common/torch/arguments.h"
 #include "common/torch/device.h"
-#include "moe/moe_ops.h"
+#include "moe/assign_ops.h"
 #include "moe/route.h"
 
 namespace dsx {
@@ -14,9 +14,10 @@ namespace {
 using torch::stable::Tensor;
 
 #ifdef USE_CUDA
-void run(const Route& call, int device) {
+void run(const Route& call, AssignReader& assign, int device) {
   const OnDevice on(device);
-  route_cuda(call, on.stream);
+  assign.make_workspace(device);
+  route_cuda(call, assign.call, on.stream);
 }
 void run(const RouteBackward& call, int device) {
   const OnDevice on(device);
@@ -25,12 +26,13 @@ void run(const RouteBackward& call, int device) {
 #else
 constexpr int64_t kElementsPerThread = 2048;  // some 5 us: less is not worth a thread
 
-void run(const Route& call, int /*device*/) {
+void run(const Route& call, const AssignReader& assign, int /*device*/) {
   const int64_t of_tile = tokens_of_tile(call.options.tokens);
   in_parallel(ceil_div(call.options.tokens, of_tile), of_tile * call.options.experts,
               kElementsPerThread,
               [&](Isa isa, int64_t begin, int64_t end) { route_cpu(isa, call, begin, end); });
   add_tiles_cpu(call);
+  assign_cpu(assign.call);
 }
 void run(const RouteBackward& call, int /*device*/) {
   in_parallel(
@@ -67,10 +69,10 @@ Tensor new_floats(const int64_t* sizes, int64_t dim, const TensorView& beside) {
 }
 float* floats_of(const Tensor& tensor) { return static_cast<float*>(tensor.data_ptr()); }
 
-std::tuple<Tensor, Tensor, Tensor, Tensor> moe_route(const Tensor& logits,
-                                                     const OptionalTensor& bias, int64_t k,
-                                                     int64_t score, bool normalize, double scale,
-                                                     int64_t groups, int64_t topk_groups) {
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> moe_route(
+    const Tensor& logits, const OptionalTensor& bias, const OptionalTensor& seed, int64_t k,
+    int64_t score, bool normalize, double scale, int64_t groups, int64_t topk_groups,
+    std::optional<int64_t> capacity) {
   constexpr const char* op = "moe_route";
   const TensorView view(logits.get());
   RowReader reader(op);
@@ -94,8 +96,15 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> moe_route(const Tensor& logits,
   call.partials = floats_of(partials);
   call.probability_sums = floats_of(probability_sums);
   call.z_sum = floats_of(z_sum);
-  run(call, view.device_index);
-  return {std::move(weights), std::move(experts), std::move(probability_sums), std::move(z_sum)};
+  const TensorView choices(experts.get());
+  AssignReader assign(op, choices, ChoiceShape(op, {"logits"}, choices), call.options.experts,
+                      capacity, seed);
+  assign.call.experts = call.chosen;
+  run(call, assign, view.device_index);
+  return {std::move(weights),          std::move(experts),
+          std::move(probability_sums), std::move(z_sum),
+          std::move(assign.slots),     std::move(assign.offsets),
+          std::move(assign.counts),    std::move(assign.first_counts)};
 }
 
 // Gradients in float32, contiguous; null if there are none. `kept` is what holds them.

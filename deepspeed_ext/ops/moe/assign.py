@@ -10,12 +10,17 @@ _KEEPS = ("order", "random")
 _HALF = 0xFFFFFFFF
 
 
-def _fake(
-    experts: Tensor, seed: Tensor | None, *, num_experts: int, capacity: int | None
-) -> tuple[Tensor, ...]:
+def fake_rows(experts: Tensor, num_experts: int) -> tuple[Tensor, ...]:
+    """Return slots, offsets, counts and counts of first choices, to be filled."""
     counts = experts.new_empty((num_experts,))
     offsets = experts.new_empty((num_experts,), dtype=torch.int32)
     return experts.new_empty(experts.shape), offsets, counts, torch.empty_like(counts)
+
+
+def _fake(
+    experts: Tensor, seed: Tensor | None, *, num_experts: int, capacity: int | None
+) -> tuple[Tensor, ...]:
+    return fake_rows(experts, num_experts)
 
 
 _op = define(
@@ -59,15 +64,16 @@ def moe_assign(
     """
     slots, offsets, counts, first_counts = _op(
         experts,
-        _seed_of("moe_assign", keep, seed, experts),
+        seed_of("moe_assign", keep, seed, experts),
         num_experts=num_experts,
         capacity=capacity,
     )
-    rows = _rows_of(slots, num_experts, capacity)
+    rows = rows_of(slots, num_experts, capacity)
     return Routing(experts, weights, slots, offsets, counts, first_counts, rows)
 
 
-def _seed_of(op: str, keep: str, seed: int | Tensor, beside: Tensor) -> Tensor | None:
+def seed_of(op: str, keep: str, seed: int | Tensor, beside: Tensor) -> Tensor | None:
+    """Return the seed of a random order, where `beside` is; None: tokens are in their order."""
     if keep not in _KEEPS:
         raise ValueError(f"{op}: keep is {keep!r}, expected 'order' or 'random'")
     if keep == "order":
@@ -78,7 +84,8 @@ def _seed_of(op: str, keep: str, seed: int | Tensor, beside: Tensor) -> Tensor |
     return torch.full((), seed, dtype=torch.int64, device=beside.device)
 
 
-def _rows_of(slots: Tensor, num_experts: int, capacity: int | None) -> int:
+def rows_of(slots: Tensor, num_experts: int, capacity: int | None) -> int:
+    """Return how many rows a permuted tensor has."""
     rows = slots.numel()
     return rows if capacity is None else min(rows, num_experts * capacity)
 
@@ -117,7 +124,7 @@ def moe_assign_ref(
         offsets.int(),
         counts,
         is_one[:tokens].sum(0),
-        _rows_of(experts, num_experts, capacity),
+        rows_of(experts, num_experts, capacity),
     )
 
 

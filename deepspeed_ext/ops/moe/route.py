@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from deepspeed_ext.ops._library import check_numbers, define
-from deepspeed_ext.ops.moe.assign import moe_assign, moe_assign_ref
+from deepspeed_ext.ops.moe.assign import fake_rows, moe_assign_ref, rows_of, seed_of
 from deepspeed_ext.ops.moe.routing import LIBRARIES, Routing
 
 _SCORES = ("softmax", "sigmoid", "softmax_topk")  # by their numbers in the schemas
@@ -22,37 +22,43 @@ _backward_op = define(
 )
 
 
-def _fake(logits: Tensor, bias: Tensor | None, *, k: int, **options: Any) -> tuple[Tensor, ...]:
+def _fake(
+    logits: Tensor, bias: Tensor | None, seed: Tensor | None, *, k: int, **options: Any
+) -> tuple[Tensor, ...]:
     experts = logits.new_empty((*logits.shape[:-1], k), dtype=torch.int64)
     weights = torch.empty_like(experts, dtype=torch.float32)
-    return weights, experts, weights.new_empty(logits.shape[-1:]), weights.new_empty(())
+    sums = weights.new_empty(logits.shape[-1:])
+    return weights, experts, sums, weights.new_empty(()), *fake_rows(experts, logits.shape[-1])
 
 
 def _save(
     ctx: Any,
-    inputs: tuple[Tensor, Tensor | None],
+    inputs: tuple[Tensor, Tensor | None, Tensor | None],
     keyword_only_inputs: Mapping[str, Any],
     output: tuple[Tensor, ...],
 ) -> None:
-    ctx.mark_non_differentiable(output[1])
+    ctx.mark_non_differentiable(output[1], *output[4:])
     ctx.save_for_backward(inputs[0], output[1])
     ctx.options = {name: keyword_only_inputs[name] for name in ("score", "normalize", "scale")}
 
 
 def _backward(
     ctx: Any, grad_weights: Tensor | None, _: None, *grads: Tensor | None
-) -> tuple[Tensor, None]:
-    return _backward_op(*ctx.saved_tensors, grad_weights, *grads, **ctx.options), None
+) -> tuple[Tensor, None, None]:
+    grad = _backward_op(*ctx.saved_tensors, grad_weights, *grads[:2], **ctx.options)
+    return grad, None, None
 
 
 _op = define(
-    f"moe_route(Tensor logits, Tensor? bias, *, int k, {_OPTIONS}, int groups, int topk_groups)"
-    " -> (Tensor weights, Tensor experts, Tensor probability_sums, Tensor z_sum)",
+    f"moe_route(Tensor logits, Tensor? bias, Tensor? seed, *, int k, {_OPTIONS}, int groups,"
+    " int topk_groups, SymInt? capacity) -> (Tensor weights, Tensor experts,"
+    " Tensor probability_sums, Tensor z_sum, Tensor slots, Tensor offsets, Tensor counts,"
+    " Tensor first_counts)",
     LIBRARIES,
     fake=_fake,
     backward=_backward,
     setup_context=_save,
-    without_gradient=("bias",),
+    without_gradient=("bias", "seed"),
 )
 
 
@@ -111,18 +117,20 @@ def moe_route(
         )
     if type(scale) is not float:
         check_numbers("moe_route", scale=scale)
-    weights, experts, probability_sums, z_sum = _op(
+    weights, experts, probability_sums, z_sum, slots, *others = _op(
         logits,
         bias,
+        seed_of("moe_route", keep, seed, logits),
         k=k,
         score=_SCORES.index(score),
         normalize=normalize,
         scale=scale,
         groups=groups,
         topk_groups=topk_groups,
+        capacity=capacity,
     )
-    found = moe_assign(experts, weights, logits.shape[-1], capacity=capacity, keep=keep, seed=seed)
-    return found._replace(probability_sums=probability_sums, z_sum=z_sum)
+    rows = rows_of(slots, logits.shape[-1], capacity)
+    return Routing(experts, weights, slots, *others, rows, probability_sums, z_sum)
 
 
 def moe_route_ref(
