@@ -84,9 +84,8 @@ struct Geometry {
   uint32_t column_magic;  // 2^32 / columns, rounded up
   int sums_pitch;         // floats, from one row of x to the next in the sums of these columns
   int asked;              // steps of the first split-K part to ask for before the kernel may read
-  int of_share;           // clusters that work on one share
+  int of_share;           // blocks that work on one share, of kGrouped
   bool by_engine;         // lines come near as TMA tiles
-  bool x_by_engine;       // those of x, too
   bool weight_aligned, x_aligned;  // to 16 bytes, if not by_engine
   // What follows from these, as divisions take long. Bytes are those of a stage.
   int group_k_parts, k_part_steps;
@@ -126,14 +125,17 @@ struct Maps<true> : Maps<false> {
 
 // What some clusters work on: rows of x that have one weight, and that weight.
 struct Share {
-  int number;         // of the weight
-  int first, rows;    // of x, and of the results
-  const int* tokens;  // where those rows of x are, if they are not in their order; or null
+  int number;       // of the weight
+  int first, rows;  // of x, and of the results
 };
 
-// Which cluster of the launch a block is of: of 1, 2 or 4 blocks.
-__device__ inline unsigned cluster_of_block(const Geometry& geometry) {
-  return blockIdx.x >> geometry.cluster / 2;
+// By one thread of a warp.
+template <bool kScaled>
+__device__ inline void ask_for_maps(const Geometry& geometry, const Maps<kScaled>& maps) {
+  if (!geometry.by_engine || threadIdx.x % kWarp != 0) return;
+  ask_for_map(maps.weight);
+  ask_for_map(maps.x);
+  if constexpr (kScaled) ask_for_map(maps.scales);
 }
 
 // Which rows of the weight the blocks of a cluster have: consecutive ones, or in a first part gates
@@ -187,15 +189,13 @@ class Copies {
 
   // How many arrive at the barrier of a stage.
   __device__ static int arrivals(const Geometry& geometry) {
-    return geometry.x_by_engine ? 1 : geometry.by_engine ? 1 + 2 * kWarp : 2 * kWarp;
+    return geometry.by_engine ? 1 : 2 * kWarp;
   }
 
   // What may be done before anything may be read.
   __device__ void ask_ahead(int rank) const {
     if (!geometry_.by_engine || threadIdx.x % kWarp != 0) return;
-    ask_for_map(maps_.weight);
-    if (geometry_.x_by_engine) ask_for_map(maps_.x);
-    if constexpr (Kind::kScaled) ask_for_map(maps_.scales);
+    ask_for_maps(geometry_, maps_);
 #pragma unroll 1  // instructions are read from memory, too
     for (int step = 0; step < geometry_.asked; ++step) {
 #pragma unroll 1
@@ -212,24 +212,22 @@ class Copies {
   // Begins to copy what a step of the split-K part that all groups are at has, to that stage.
   __device__ void begin(int rank, int k_part, int step, int stage) const {
     Barrier* const barrier = here_ + stage;
-    char* const near = pipeline_ + stage * geometry_.stage_bytes;
-    if (geometry_.by_engine && threadIdx.x % kWarp == 0) {
+    char* near = pipeline_ + stage * geometry_.stage_bytes;
+    if (!geometry_.by_engine) {
+      const int count = ::min(geometry_.lines, geometry_.k_part_lines - step * geometry_.lines);
+      for (int group = 0; group < geometry_.groups; ++group) {
+        copy_lines(line(rank, group, k_part, step), count, near + group * geometry_.group_bytes);
+      }
+      arrive_after_fetches(barrier);
+      arrive(barrier);
+    } else if (threadIdx.x % kWarp == 0) {
       arrive_expecting(barrier, bytes_of_stage());
 #pragma unroll 1  // instructions are read from memory, too
       for (int group = 0; group < geometry_.groups; ++group) {
-        fetch_group(line(rank, group, k_part, step), near + group * geometry_.group_bytes, barrier);
+        fetch_group(line(rank, group, k_part, step), near, barrier);
+        near += geometry_.group_bytes;
       }
     }
-    if (geometry_.x_by_engine) return;
-    const int count = ::min(geometry_.lines, geometry_.k_part_lines - step * geometry_.lines);
-    for (int group = 0; group < geometry_.groups; ++group) {
-      char* const of_group = near + group * geometry_.group_bytes;
-      const int from = line(rank, group, k_part, step);
-      if (!geometry_.by_engine) copy_weight(from, count, of_group);
-      copy_x(from, count, of_group + geometry_.x_place);
-    }
-    arrive_after_fetches(barrier);
-    arrive(barrier);
   }
 
  private:
@@ -240,8 +238,8 @@ class Copies {
   }
 
   __device__ int bytes_of_stage() const {
-    const int floats = geometry_.x_by_engine ? geometry_.scale_place : geometry_.x_place;
-    return geometry_.groups * (floats + geometry_.scale_tiles * geometry_.scale_bytes);
+    return geometry_.groups *
+           (geometry_.scale_place + geometry_.scale_tiles * geometry_.scale_bytes);
   }
 
   __device__ void fetch_group(int from, char* near, Barrier* barrier) const {
@@ -250,10 +248,8 @@ class Copies {
       fetch_tma_tiles(near + geometry_.x_place / 2, maps_.weight, int(rows_.begin(call_, 1)), from,
                       barrier, policy_);
     }
-    if (geometry_.x_by_engine) {
-      fetch_tma_tiles(near + geometry_.x_place, maps_.x, rows_.share.first, from * Kind::kXLines,
-                      barrier);
-    }
+    fetch_tma_tiles(near + geometry_.x_place, maps_.x, rows_.share.first, from * Kind::kXLines,
+                    barrier);
     if constexpr (Kind::kScaled) {
       const Scales& scales = Kind::scales(call_);
       near += geometry_.scale_place;
@@ -266,9 +262,11 @@ class Copies {
     }
   }
 
-  __device__ void copy_weight(int from, int count, char* near) const {
+  __device__ void copy_lines(int from, int count, char* near) const {
     const int lane = threadIdx.x % kWarp;
     const auto weight = Kind::weight(call_);
+    const auto x = Kind::x(call_);
+    const Share& share = rows_.share;
     for (int l = 0; l < count; ++l) {
       for (int i = lane; i < geometry_.rows() * kUnitsOfLine; i += kWarp) {
         const int row = i / kUnitsOfLine, at = rows_.line(geometry_, row) + l * rows_.columns;
@@ -276,20 +274,15 @@ class Copies {
                   weight.length, from + l, i % kUnitsOfLine, geometry_.weight_aligned);
       }
     }
-    if constexpr (Kind::kScaled) copy_scales(from, near + geometry_.scale_place);
-  }
-
-  __device__ void copy_x(int from, int count, char* near) const {
-    const auto x = Kind::x(call_);
-    const Share& share = rows_.share;
     for (int l = 0; l < count * Kind::kXLines; ++l) {
-      for (int i = threadIdx.x % kWarp; i < share.rows * kUnitsOfLine; i += kWarp) {
+      for (int i = lane; i < share.rows * kUnitsOfLine; i += kWarp) {
         const int row = i / kUnitsOfLine, at = row + l * geometry_.x_rows;
-        const int source = share.tokens == nullptr ? share.first + row : share.tokens[row];
-        copy_unit(near + place_in_tma_tile(at, i % kUnitsOfLine), x.row(source), x.length,
-                  from * Kind::kXLines + l, i % kUnitsOfLine, geometry_.x_aligned);
+        copy_unit(near + geometry_.x_place + place_in_tma_tile(at, i % kUnitsOfLine),
+                  x.row(share.first + row), x.length, from * Kind::kXLines + l, i % kUnitsOfLine,
+                  geometry_.x_aligned);
       }
     }
+    if constexpr (Kind::kScaled) copy_scales(from, near + geometry_.scale_place);
   }
 
   // 16 bytes of a row, of that line; with zeros beyond the end.

@@ -8,7 +8,6 @@
 
 #include "common/cuda/device.cuh"
 #include "linear/few_rows_sums_cuda.cuh"
-#include "linear/row_groups_cuda.cuh"
 
 namespace dsx::cuda {
 
@@ -17,30 +16,53 @@ constexpr int64_t kAskedOf = 64 << 20;  // bytes of a weight at most, to ask for
 template <bool kScaled>
 constexpr int kCopiedAtOnce = (kScaled ? 16 : 8) * 1024;
 
+// Where a warp is in the pipeline. Of one that copies, what has not begun counts as phase 1 that has
+// ended.
+struct Cursor {
+  int stage, phase;
+
+  __device__ void advance(const Geometry& geometry) {
+    if (++stage == geometry.stages) stage = 0, phase ^= 1;
+  }
+};
+
+// What a warp that copies does for some rows of the weight.
+template <class Kind>
+__device__ void copy(const Copies<Kind>& copies, const Geometry& geometry, int rank, Barrier* read,
+                     Cursor& at) {
+  for (int k_part = 0; k_part < geometry.group_k_parts; ++k_part) {
+    for (int step = 0; step < geometry.k_part_steps; ++step) {
+      wait_together_for(read + at.stage, at.phase);
+      copies.begin(rank, k_part, step, at.stage);
+      at.advance(geometry);
+    }
+  }
+}
+
 // What a warp that multiplies does, from line number `first` of the weight on: stage by stage,
 // split-K part by part.
 template <class Products>
 __device__ void multiply(Products& products, const Geometry& geometry, int first,
-                         const char* pipeline, Barrier* here, Barrier* read,
+                         const char* pipeline, Barrier* here, Barrier* read, Cursor& at,
                          float (&totals)[Products::kSums]) {
   // Kept in registers: what they are worked out of takes long to read.
   unsigned here_at = shared_address(here), read_at = shared_address(read);
   asm volatile("" : "+r"(here_at), "+r"(read_at));
   constexpr unsigned kStep = sizeof(Barrier);
   [[maybe_unused]] Pairwise<Products::kSums, Products::kFillsRegisters> pairwise;
-  int stage = 0, phase = 0, number = first;
+  int number = first;
   for (int k_part = 0; k_part < geometry.group_k_parts; ++k_part) {
     if (k_part == 0 || !Products::kInOrder) products.clear();
     for (int left = geometry.k_part_lines; left > 0; left -= geometry.lines) {
-      const char* const near = pipeline + stage * geometry.stage_bytes;
+      const char* const near = pipeline + at.stage * geometry.stage_bytes;
       const int count = ::min(left, geometry.lines);
-      wait_for(here_at + unsigned(stage) * kStep, phase);
+      wait_for(here_at + unsigned(at.stage) * kStep, at.phase);
 #pragma unroll 1  // instructions are read from memory, too
       for (int l = 0; l < count; ++l) products.add(near, l, number + l);
       number += count;
       __syncwarp();
-      if (threadIdx.x % kWarp == 0) arrive(read_at + unsigned(stage) * kStep);
-      if (++stage == geometry.stages) stage = 0, phase ^= 1;
+      if (threadIdx.x % kWarp == 0) arrive(read_at + unsigned(at.stage) * kStep);
+      at.advance(geometry);
     }
     if constexpr (!Products::kInOrder) {
       products.copy_sums(totals);
@@ -70,6 +92,8 @@ __global__ void __launch_bounds__(kFewRowsThreads<Kind, kColumnTiles>,
       kTmaTileAlignment);
   const int rank = geometry.cluster > 1 ? int(rank_in_cluster()) : 0;
   const int warp = int(threadIdx.x) / kWarp, multiplying = geometry.groups * geometry.tiles;
+  const Share share{0, 0, int(call.rows)};
+  const WeightRows rows(call, geometry, share, blockIdx.x >> geometry.cluster / 2);  // 1, 2 or 4
 
   let_next_begin();
   if (threadIdx.x == 0) {
@@ -80,27 +104,14 @@ __global__ void __launch_bounds__(kFewRowsThreads<Kind, kColumnTiles>,
     show_barriers();
   }
   __syncthreads();
-  unsigned cluster = cluster_of_block(geometry);
-  Share share{0, 0, int(call.rows), nullptr};
-  if constexpr (Kind::kGrouped) {
-    share = share_of_block<T, kColumnTiles * kColumnTile>(call, geometry, cluster);
-    if (share.rows == 0) return;  // of all blocks of the cluster
-  }
-  const WeightRows rows(call, geometry, share, cluster);
 
   const bool copying = warp == multiplying;
   if (copying) {  // before all that takes time
     const Copies<Kind> copies(call, geometry, maps, rows, pipeline, here);
     copies.ask_ahead(rank);
     wait_for_previous();
-    int stage = 0, phase = 1;  // what has not begun counts as phase 1 that has ended
-    for (int k_part = 0; k_part < geometry.group_k_parts; ++k_part) {
-      for (int step = 0; step < geometry.k_part_steps; ++step) {
-        wait_together_for(read + stage, phase);
-        copies.begin(rank, k_part, step, stage);
-        if (++stage == geometry.stages) stage = 0, phase ^= 1;
-      }
-    }
+    Cursor at{0, 1};
+    copy(copies, geometry, rank, read, at);
     __syncwarp();
   }
   const int group = geometry.group_of(warp);
@@ -117,7 +128,8 @@ __global__ void __launch_bounds__(kFewRowsThreads<Kind, kColumnTiles>,
     Products products(call, geometry, rows, first_row);
     const int first =
         (rank * geometry.groups + group) * geometry.group_k_parts * geometry.k_part_lines;
-    multiply(products, geometry, first, pipeline + group * geometry.group_bytes, here, read,
+    Cursor at{0, 0};
+    multiply(products, geometry, first, pipeline + group * geometry.group_bytes, here, read, at,
              totals);
     wait_for_previous();
   }
@@ -127,26 +139,22 @@ __global__ void __launch_bounds__(kFewRowsThreads<Kind, kColumnTiles>,
   finisher.finish(call.inverses == nullptr ? inverses : call.inverses);
 }
 
+// Blocks of a launch, whose clusters have so many tiles each.
+inline int64_t blocks_of(int64_t tiles, int of_cluster, int cluster) {
+  return ceil_div(tiles, int64_t(of_cluster)) * cluster;
+}
+
 // How many tiles make for the least work of the busiest processor: some multiple of `step`. A block
 // costs it an eighth of a tile besides, so that small ones do not win by less than they cost.
-inline int tiles_of_cluster(int64_t shares, int64_t tiles, int step, int most, int cluster,
-                            int processors) {
+inline int tiles_of_cluster(int64_t tiles, int step, int most, int cluster, int processors) {
   int best = step;
   int64_t least = INT64_MAX;
   for (int each = step; each <= most; each += step) {
-    const int64_t all = shares * ceil_div(tiles, int64_t(each)) * cluster;
-    const int64_t blocks = ceil_div(all, int64_t(processors));
+    const int64_t blocks = ceil_div(blocks_of(tiles, each, cluster), int64_t(processors));
     const int64_t work = (8 * each + 1) * blocks;
     if (work <= least) least = work, best = each;
   }
   return best;
-}
-
-// Weights that are read, if the host knows no better.
-template <class Kind>
-int64_t usual_shares(const typename Kind::Call& call) {
-  if constexpr (Kind::kGrouped) return std::min(call.groups.experts, call.rows);
-  return 1;
 }
 
 // So many warps for each row of the weight that processors are busy. They are in one block unless
@@ -154,13 +162,11 @@ int64_t usual_shares(const typename Kind::Call& call) {
 template <class Kind, int kColumnTiles>
 void divide(Geometry& geometry, const typename Kind::Call& call, const Device& device,
             bool chained) {
-  const int64_t shares = usual_shares<Kind>(call);
-  const int64_t of_share = ceil_div(call.weight_rows(), kTileRows), tiles = shares * of_share;
+  const int64_t tiles = ceil_div(call.weight_rows(), kTileRows);
   const auto are_few = [&](int64_t blocks) { return 10 * blocks < 9 * device.processors; };
   constexpr int kMost = Kind::template kMostWarps<kColumnTiles>, kStep = Kind::kTogether;
   const auto tiles_beside = [&](int groups) {
-    return tiles_of_cluster(shares, of_share, kStep, kMost / groups, geometry.cluster,
-                            device.processors);
+    return tiles_of_cluster(tiles, kStep, kMost / groups, geometry.cluster, device.processors);
   };
   geometry.cluster = geometry.groups = 1;
   if (kStep > 1) {
@@ -192,14 +198,13 @@ void divide(Geometry& geometry, const typename Kind::Call& call, const Device& d
   geometry.tiles = tiles_beside(geometry.groups);
 }
 
+// What follows from how warps are divided.
 template <class Kind, int kColumnTiles>
-Geometry geometry_of(const typename Kind::Call& call, const Device& device, bool chained) {
-  Geometry geometry = {};
-  divide<Kind, kColumnTiles>(geometry, call, device, chained);
+void set_places(Geometry& geometry, const typename Kind::Call& call, int finishers) {
   geometry.columns = geometry.rows() / (call.gated ? 2 : 1) / geometry.cluster;
   // So that the rows of x that the threads of a warp have are in different banks.
   geometry.sums_pitch = int(ceil_div(geometry.rows() / geometry.cluster, 16)) * 16 + 4;
-  geometry.finished_rows = geometry.threads() / geometry.columns;
+  geometry.finished_rows = finishers / geometry.columns;
   geometry.column_magic = uint32_t(ceil_div(int64_t(1) << 32, int64_t(geometry.columns)));
   const int64_t column_tiles =
       Kind::kTogether > 1
@@ -219,6 +224,13 @@ Geometry geometry_of(const typename Kind::Call& call, const Device& device, bool
   while (geometry.rows() * lines * kLineBytes < kCopiedAtOnce<Kind::kScaled>) lines *= 2;
   while (geometry.k_part_lines % lines != 0) lines /= 2;
   geometry.set_lines(lines);
+}
+
+template <class Kind, int kColumnTiles>
+Geometry geometry_of(const typename Kind::Call& call, const Device& device, bool chained) {
+  Geometry geometry = {};
+  divide<Kind, kColumnTiles>(geometry, call, device, chained);
+  set_places<Kind, kColumnTiles>(geometry, call, geometry.threads());
   return geometry;
 }
 
@@ -242,30 +254,18 @@ void set_stages(Geometry& geometry, const Device& device, int64_t blocks) {
   geometry.asked = is_small ? std::min(geometry.k_part_steps, all / (more ? 4 : 16)) : 0;
 }
 
-// Whether lines of x can be copied by the engine; makes a map for it.
+// Whether all that comes near can be copied by the engine; makes maps for it.
 template <class Kind>
-bool make_x_map(Maps<Kind::kScaled>& maps, const typename Kind::Call& call,
-                const Geometry& geometry) {
-  if constexpr (Kind::kGrouped) {
-    if (call.groups.slots != nullptr) return false;
-  }
-  const Matrix x = Kind::x(call).matrix();
-  if (Kind::x(call).rows.group != 0 || !fits_tma_tiles(x)) return false;
-  return make_map(maps.x, x, geometry.x_rows, geometry.lines * Kind::kXLines);
-}
-
-// Whether all else that comes near can be copied by the engine; makes maps for it.
-template <class Kind>
-bool make_weight_maps(Maps<Kind::kScaled>& maps, const typename Kind::Call& call,
-                      const Geometry& geometry) {
-  const Matrix weight = Kind::weight(call).matrix();
+bool make_maps(Maps<Kind::kScaled>& maps, const typename Kind::Call& call,
+               const Geometry& geometry) {
+  const Matrix weight = Kind::weight(call).matrix(), x = Kind::x(call).matrix();
   const int columns = geometry.columns * geometry.cluster;
-  if (!fits_tma_tiles(weight)) return false;
+  if (Kind::x(call).rows.group != 0 || !fits_tma_tiles(weight) || !fits_tma_tiles(x)) return false;
   if (!make_map(maps.weight, weight, columns, geometry.lines)) return false;
+  if (!make_map(maps.x, x, geometry.x_rows, geometry.lines * Kind::kXLines)) return false;
   if constexpr (Kind::kScaled) {
     // A rectangle of floats begins at a multiple of 16 bytes.
-    const bool has_several = call.gated || Kind::kGrouped;
-    if (has_several && call.columns % 4 != 0) return false;
+    if ((call.gated || Kind::kGrouped) && call.columns % 4 != 0) return false;
     const Scales scales = Kind::scales(call);
     const int rows = geometry.scale_lines * geometry.lines;
     const auto make = [&](CUtensorMap& map, const float* data) {
@@ -286,22 +286,14 @@ bool launch_few_rows(const typename Kind::Call& call, const Device& device, cuda
   const bool chained = can_chain(kernel, op);
   Geometry geometry = geometry_of<Kind, kColumnTiles>(call, device, chained);
   const int64_t columns = geometry.columns * geometry.cluster;
-  geometry.of_share = int(ceil_div(call.columns, columns));
-  int64_t shares = 1;
-  if constexpr (Kind::kGrouped) {
-    shares = most_shares(call.groups, call.rows, kColumnTiles * kColumnTile);
-  }
-  const int64_t blocks = shares * geometry.of_share * geometry.cluster;
+  const int64_t blocks = ceil_div(call.columns, columns) * geometry.cluster;
   set_stages<Kind, kColumnTiles>(geometry, device, blocks);
-  if (Kind::kGrouped) geometry.asked = 0;  // it is not known yet of which weights
   Maps<Kind::kScaled> maps = {};
-  geometry.by_engine = chained && make_weight_maps<Kind>(maps, call, geometry);
-  geometry.x_by_engine = geometry.by_engine && make_x_map<Kind>(maps, call, geometry);
-  if (!Kind::kGrouped && !geometry.x_by_engine) geometry.by_engine = false;
+  geometry.by_engine = chained && make_maps<Kind>(maps, call, geometry);
   if (Kind::kTogether > 1 && !geometry.by_engine) return false;
   geometry.weight_aligned = Kind::weight(call).is_aligned();
   geometry.x_aligned = Kind::x(call).is_aligned();
-  const int64_t sums = int64_t(geometry.cluster * geometry.groups) * geometry.x_rows *
+  const int64_t sums = int64_t(geometry.cluster * geometry.groups) * call.rows *
                        geometry.sums_pitch * int64_t(sizeof(float));
   const int64_t pipeline = int64_t(geometry.stages) * geometry.stage_bytes;
   const Launch how{unsigned(blocks), geometry.threads(),

@@ -2,7 +2,7 @@
 // has them.
 #include "linear/grouped_linear.h"
 
-#include "linear/few_rows_kernel_cuda.cuh"
+#include "linear/grouped_rows_cuda.cuh"
 #include "linear/skinny_linear_products_cuda.cuh"
 
 namespace dsx {
@@ -22,14 +22,12 @@ struct Grouped {
   static constexpr bool kScaled = false;
   static constexpr bool kGrouped = true;
   static constexpr int kTogether = 1;
-  template <int kColumnTiles>
-  static constexpr int kMostWarps = 7;
 
   DSX_HOST_DEVICE static cuda::Operand<T> weight(const Call& call) {
     return {call.weight, call.groups.experts * call.weight_rows(), call.length};
   }
   DSX_HOST_DEVICE static cuda::Operand<T> x(const Call& call) {
-    return {call.x, call.groups.slots == nullptr ? call.rows : call.groups.tokens, call.length};
+    return {call.x, call.rows, call.length};
   }
 };
 
@@ -38,8 +36,8 @@ struct Grouped {
 void grouped_linear_cuda(const GroupedLinear& call, void* stream) {
   const cuda::Device device(kOp);
   with_storage_type(call.x.dtype, [&](auto storage) {
-    cuda::with_row_groups(call.groups, call.rows, [&](auto tiles) {
-      cuda::launch_few_rows<Grouped<decltype(storage)>, decltype(tiles)::value>(
+    cuda::with_rows_of_share(call.groups, call.rows, [&](auto tiles) {
+      cuda::launch_grouped_rows<Grouped<decltype(storage)>, decltype(tiles)::value>(
           call, device, cudaStream_t(stream), kOp);
     });
   });

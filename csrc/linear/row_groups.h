@@ -6,12 +6,11 @@
 
 namespace dsx {
 
+constexpr int64_t kMostGroupedRows = 512;
+
 struct RowGroups {
   int64_t experts;
-  const int32_t*
-      offsets;  // [experts]: where the rows of each end; those behind the last are nobody's
-  const int64_t* slots;  // [tokens, choices]: which row is made of that token; null: x has the rows
-  int64_t tokens, choices;
+  const int32_t* offsets;  // [experts]: where the rows of each end; behind the last they are nobody's
 };
 
 }  // namespace dsx

@@ -168,7 +168,7 @@ __device__ inline void ask_for_map(const CUtensorMap& map) {
 struct Matrix {
   const void* data;      // at a multiple of 16 bytes
   int64_t rows, length;  // in elements; whole tiles
-  int64_t pitch;         // from one row to the next, in bytes: a multiple of 16, above 0
+  int64_t pitch;         // from one row to the next, in bytes: a multiple of 16
   int element_bytes;
 };
 
@@ -177,7 +177,7 @@ inline bool fits_tma_tiles(const Matrix& matrix) {
   const bool aligned = (reinterpret_cast<uintptr_t>(matrix.data) | matrix.pitch) % 16 == 0;
   const bool whole = matrix.length > 0 && matrix.length * matrix.element_bytes % kLineBytes == 0;
   const int64_t most = INT32_MAX;
-  return aligned && whole && matrix.pitch > 0 && matrix.pitch < int64_t(1) << 40 &&
+  return aligned && whole && matrix.pitch >= 0 && matrix.pitch < int64_t(1) << 40 &&
          matrix.rows > 0 && matrix.rows <= most && matrix.length <= most;
 }
 

@@ -1,0 +1,193 @@
+// Skinny GEMMs side by side on CUDA, of rows that have weights of their own. Blocks stay: each goes
+// from one share of the work to the next, and while it makes results of one, the copy engine brings
+// the next one near. The host knows how many rows there are, not whose they are.
+#pragma once
+
+#include "linear/few_rows_kernel_cuda.cuh"
+#include "linear/row_groups.h"
+
+namespace dsx::cuda {
+
+constexpr int kMostShares = int(kMostGroupedRows);
+constexpr int kGroupedWarps = 7;  // that multiply in a block, of two at a time on a processor
+constexpr int kGroupedThreads = (kGroupedWarps + 1) * kWarp;
+constexpr int kBlocksAtOnce = 2;
+constexpr int kMostTiles = 3;  // of a block, so that all end at about the same time
+
+// Which rows are those of an expert; of offsets that fall, or lie beyond the rows, any.
+struct RowsOfExpert {
+  int begin, end;
+
+  __device__ RowsOfExpert(const RowGroups& groups, int rows, int expert)
+      : begin(expert == 0 ? 0 : within(groups.offsets[expert - 1], rows)),
+        end(within(groups.offsets[expert], rows)) {}
+
+  __device__ static int within(int offset, int rows) { return ::min(::max(offset, 0), rows); }
+  __device__ int shares(int of_share) const {
+    return end <= begin ? 0 : (end - begin + of_share - 1) / of_share;
+  }
+};
+
+// All shares, in shared memory: each has rows of one expert.
+template <int kOfShare>
+class Shares {
+ public:
+  // All threads of a warp call it.
+  __device__ void find(const RowGroups& groups, int rows) {
+    const int lane = int(threadIdx.x) % kWarp, experts = int(groups.experts);
+    int before = 0;
+#pragma unroll 4  // loads in flight
+    for (int first = 0; first < experts; first += kWarp) {
+      const int expert = ::min(first + lane, experts - 1);
+      const RowsOfExpert own(groups, rows, expert);
+      const int mine = first + lane < experts ? own.shares(kOfShare) : 0;
+      int until = mine;  // shares of the lanes up to this one
+#pragma unroll
+      for (int distance = 1; distance < kWarp; distance *= 2) {
+        const int others = __shfl_up_sync(0xffffffff, until, distance);
+        if (lane >= distance) until += others;
+      }
+      for (int i = 0; i < mine; ++i) {
+        const int at = before + until - mine + i, begin = own.begin + i * kOfShare;
+        if (at >= kMostShares) break;  // of offsets that fall
+        experts_[at] = int16_t(expert);
+        begins_[at] = int16_t(begin);
+        counts_[at] = int16_t(::min(kOfShare, own.end - begin));
+      }
+      before += __shfl_sync(0xffffffff, until, kWarp - 1);
+    }
+    if (lane == 0) count_ = ::min(before, kMostShares);
+  }
+
+  __device__ int count() const { return count_; }
+  __device__ Share at(int i) const { return {experts_[i], begins_[i], counts_[i]}; }
+
+ private:
+  int count_;
+  int16_t experts_[kMostShares], begins_[kMostShares], counts_[kMostShares];
+};
+
+// Zeros in the rows behind the last offset: each block has some of them.
+template <class T>
+__device__ inline void clear_rows_of_nobody(const FewRows& call, const RowGroups& groups) {
+  const int end = RowsOfExpert::within(groups.offsets[groups.experts - 1], int(call.rows));
+  for (int row = end + int(blockIdx.x); row < call.rows; row += int(gridDim.x)) {
+    T* const out = call.out.even_row<T>(row).address;
+    for (int64_t i = threadIdx.x; i < call.columns; i += blockDim.x) out[i] = narrow<T>(0.0f);
+  }
+}
+
+// A barrier of the threads that multiply.
+__device__ inline void multiplying_barrier(int threads) {
+  asm volatile("bar.sync 1, %0;" ::"r"(threads) : "memory");
+}
+
+template <class Kind, int kColumnTiles>
+__global__ void __launch_bounds__(kGroupedThreads, kBlocksAtOnce)
+    grouped_rows_kernel(const __grid_constant__ typename Kind::Call call,
+                        const __grid_constant__ Geometry geometry,
+                        const __grid_constant__ Maps<Kind::kScaled> maps) {
+  using T = typename Kind::T;
+  using Products = typename Kind::template Products<kColumnTiles>;
+  extern __shared__ __align__(16) char shared[];
+  __shared__ Barrier here[kMostStages], read[kMostStages];
+  __shared__ Shares<kColumnTiles * kColumnTile> shares;
+  char* const pipeline = reinterpret_cast<char*>(
+      ceil_div(reinterpret_cast<uintptr_t>(shared), uintptr_t(kTmaTileAlignment)) *
+      kTmaTileAlignment);
+  char* const of_sums = pipeline + geometry.stages * geometry.stage_bytes;
+  const int warp = int(threadIdx.x) / kWarp, multiplying = geometry.groups * geometry.tiles;
+
+  let_next_begin();
+  if (threadIdx.x == 0) {
+    for (int stage = 0; stage < geometry.stages; ++stage) {
+      begin_barrier(here + stage, Copies<Kind>::arrivals(geometry));
+      begin_barrier(read + stage, multiplying);
+    }
+    show_barriers();
+  }
+  if (warp == multiplying) ask_for_maps(geometry, maps);
+  wait_for_previous();
+  if (warp == multiplying) shares.find(call.groups, int(call.rows));
+  __syncthreads();
+
+  const int works = shares.count() * geometry.of_share;
+  Cursor at{0, warp == multiplying};
+  for (int work = int(blockIdx.x); work < works; work += int(gridDim.x)) {
+    const Share share = shares.at(work / geometry.of_share);
+    const WeightRows rows(call, geometry, share, unsigned(work % geometry.of_share));
+    if (warp == multiplying) {
+      copy(Copies<Kind>(call, geometry, maps, rows, pipeline, here), geometry, 0, read, at);
+      continue;
+    }
+    const int group = geometry.group_of(warp);
+    const int first_row = (warp - group * geometry.tiles) * kTileRows;
+    float totals[Products::kSums];
+    Products products(call, geometry, rows, first_row);
+    multiply(products, geometry, group * geometry.group_k_parts * geometry.k_part_lines,
+             pipeline + group * geometry.group_bytes, here, read, at, totals);
+    const Sums sums(of_sums, share, geometry);
+    multiplying_barrier(multiplying * kWarp);  // nobody reads those before any more
+    Sender(sums, geometry, rows, group, first_row).send(totals);
+    multiplying_barrier(multiplying * kWarp);
+    Finisher<T>(call, geometry, rows, sums, 0).finish(nullptr);
+  }
+  if (warp != multiplying) clear_rows_of_nobody<T>(call, call.groups);
+}
+
+// How many tiles a block works on at a time, and how many of their split-K parts: so that all have
+// as much to do, if all experts have rows that may.
+template <class Kind, int kColumnTiles>
+void divide_groups(Geometry& geometry, const typename Kind::Call& call, int64_t blocks) {
+  const int64_t shares = std::min(call.groups.experts, call.rows);
+  const int64_t tiles = ceil_div(call.weight_rows(), int64_t(kTileRows));
+  geometry.cluster = geometry.groups = geometry.tiles = 1;
+  int64_t least = INT64_MAX;
+  for (int each = 1; each <= kMostTiles; ++each) {
+    const int64_t rounds = ceil_div(shares * ceil_div(tiles, int64_t(each)), blocks);
+    const int64_t work = (8 * each + 1) * rounds;
+    if (work <= least) least = work, geometry.tiles = each;
+  }
+  constexpr int kMostSplit = Kind::template Products<kColumnTiles>::kInOrder ? 1 : kSplitKParts;
+  while (2 * geometry.groups <= kMostSplit &&
+         2 * geometry.groups * geometry.tiles <= kGroupedWarps) {
+    geometry.groups *= 2;
+  }
+}
+
+template <class Kind, int kColumnTiles>
+void launch_grouped_rows(const typename Kind::Call& call, const Device& device,
+                         cudaStream_t stream, const char* op) {
+  const auto kernel = &grouped_rows_kernel<Kind, kColumnTiles>;
+  const bool chained = can_chain(kernel, op);
+  const int64_t blocks = int64_t(kBlocksAtOnce) * device.processors;
+  Geometry geometry = {};
+  divide_groups<Kind, kColumnTiles>(geometry, call, blocks);
+  set_places<Kind, kColumnTiles>(geometry, call, geometry.threads() - kWarp);
+  geometry.of_share = int(ceil_div(call.columns, int64_t(geometry.columns)));
+  const int64_t sums = int64_t(geometry.groups) * geometry.x_rows * geometry.sums_pitch *
+                       int64_t(sizeof(float));
+  const int most = (device.shared_of_block - 1024) / kBlocksAtOnce - 1024 - kTmaTileAlignment -
+                   int(sums) - int(sizeof(Shares<kColumnTiles * kColumnTile>));
+  while (geometry.lines > 1 && 3 * geometry.stage_bytes > most) {
+    geometry.set_lines(geometry.lines / 2);
+  }
+  geometry.stages = std::clamp(most / geometry.stage_bytes, 1, kMostStages);
+  Maps<Kind::kScaled> maps = {};
+  geometry.by_engine = chained && make_maps<Kind>(maps, call, geometry);
+  geometry.weight_aligned = Kind::weight(call).is_aligned();
+  geometry.x_aligned = Kind::x(call).is_aligned();
+  const int64_t pipeline = int64_t(geometry.stages) * geometry.stage_bytes;
+  const Launch how{unsigned(blocks), geometry.threads(), pipeline + sums + kTmaTileAlignment, 1,
+                   chained};
+  launch_kernel(kernel, how, stream, op, call, geometry, maps);
+}
+
+// Calls body with the number of groups of 8 rows of a share: twice what an expert usually has.
+template <class Body>
+void with_rows_of_share(const RowGroups& groups, int64_t rows, const Body& body) {
+  if (rows <= 4 * std::min(groups.experts, rows)) return body(std::integral_constant<int, 1>{});
+  body(std::integral_constant<int, 2>{});
+}
+
+}  // namespace dsx::cuda
