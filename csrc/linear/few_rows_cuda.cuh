@@ -11,13 +11,12 @@
 //   Weight, X               the types that rows of the weight and of x are made of here
 //   kXLines                 lines of x beside one of the weight
 //   kScaled                 whether groups of elements of the weight have scales
-//   kGrouped                whether rows of x have weights of their own: see linear/row_groups.h
-//   kMostWarps<tiles>       that multiply in a block
-//   kTogether               of these multiply together, with code for all columns of kColumnTiles
-//   weight(call), x(call)   both as Operands
-//   scales(call)            only if kScaled: as Scales
-//   Products<column tiles>  what a warp has to do; kInOrder: split-K parts one after the other, not
-//   in pairs; kFillsRegisters: sums of parts that wait for others are better in memory
+//   kGrouped                only if kScaled: whether there are several weights, one behind the
+//   other kMostWarps<tiles>       that multiply in a block kTogether               of these
+//   multiply together, with code for all columns of kColumnTiles weight(call), x(call)   both as
+//   Operands scales(call)            only if kScaled: as Scales Products<column tiles>  what a warp
+//   has to do; kInOrder: split-K parts one after the other, not in pairs; kFillsRegisters: sums of
+//   parts that wait for others are better in memory
 #pragma once
 
 #include "common/cuda/tma_tiles.cuh"

@@ -16,8 +16,8 @@ constexpr int64_t kAskedOf = 64 << 20;  // bytes of a weight at most, to ask for
 template <bool kScaled>
 constexpr int kCopiedAtOnce = (kScaled ? 16 : 8) * 1024;
 
-// Where a warp is in the pipeline. Of one that copies, what has not begun counts as phase 1 that has
-// ended.
+// Where a warp is in the pipeline. Of one that copies, what has not begun counts as phase 1 that
+// has ended.
 struct Cursor {
   int stage, phase;
 
@@ -260,7 +260,8 @@ bool make_maps(Maps<Kind::kScaled>& maps, const typename Kind::Call& call,
                const Geometry& geometry) {
   const Matrix weight = Kind::weight(call).matrix(), x = Kind::x(call).matrix();
   const int columns = geometry.columns * geometry.cluster;
-  if (Kind::x(call).rows.group != 0 || !fits_tma_tiles(weight) || !fits_tma_tiles(x)) return false;
+  if (Kind::x(call).rows.group != 0 || Kind::weight(call).rows.group != 0) return false;
+  if (!fits_tma_tiles(weight) || !fits_tma_tiles(x)) return false;
   if (!make_map(maps.weight, weight, columns, geometry.lines)) return false;
   if (!make_map(maps.x, x, geometry.x_rows, geometry.lines * Kind::kXLines)) return false;
   if constexpr (Kind::kScaled) {

@@ -1,5 +1,4 @@
-// grouped_linear of few rows on CUDA: skinny GEMMs side by side, as linear/few_rows_kernel_cuda.cuh
-// has them.
+// grouped_linear of few rows on CUDA: the kind of grouped rows whose weights are floats.
 #include "linear/grouped_linear.h"
 
 #include "linear/grouped_rows_cuda.cuh"
@@ -10,9 +9,14 @@ namespace {
 
 constexpr const char* kOp = "grouped_linear";
 
+struct GroupedCall : FewRows {
+  cuda::RowGroups groups;
+  Rows weight;
+};
+
 template <class T_>
 struct Grouped {
-  using Call = GroupedLinear;
+  using Call = GroupedCall;
   using T = T_;
   using Weight = T;
   using X = T;
@@ -20,7 +24,6 @@ struct Grouped {
   using Products = cuda::Products<T, kColumnTiles>;
   static constexpr int kXLines = 1;
   static constexpr bool kScaled = false;
-  static constexpr bool kGrouped = true;
   static constexpr int kTogether = 1;
 
   DSX_HOST_DEVICE static cuda::Operand<T> weight(const Call& call) {
@@ -33,12 +36,19 @@ struct Grouped {
 
 }  // namespace
 
-void grouped_linear_cuda(const GroupedLinear& call, void* stream) {
+int64_t grouped_workspace_bytes(const GroupedLinear& call) { return cuda::gathered_bytes(call); }
+
+void grouped_linear_cuda(const GroupedLinear& call, void* workspace, void* stream) {
   const cuda::Device device(kOp);
+  const auto queue = cudaStream_t(stream);
+  GroupedCall made{
+      cuda::few_rows_of(call, workspace, queue, kOp), {call.experts, call.offsets}, call.weight};
+  Rows& weight = made.weight;
+  if (weight.group_pitch == weight.group * weight.pitch) weight.group = weight.group_pitch = 0;
   with_storage_type(call.x.dtype, [&](auto storage) {
-    cuda::with_rows_of_share(call.groups, call.rows, [&](auto tiles) {
-      cuda::launch_grouped_rows<Grouped<decltype(storage)>, decltype(tiles)::value>(
-          call, device, cudaStream_t(stream), kOp);
+    cuda::with_rows_of_share(call, [&](auto tiles) {
+      cuda::launch_grouped_rows<Grouped<decltype(storage)>, decltype(tiles)::value>(made, device,
+                                                                                    queue, kOp);
     });
   });
 }

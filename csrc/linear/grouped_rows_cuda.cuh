@@ -4,7 +4,7 @@
 #pragma once
 
 #include "linear/few_rows_kernel_cuda.cuh"
-#include "linear/row_groups.h"
+#include "linear/grouped_rows.h"
 
 namespace dsx::cuda {
 
@@ -14,11 +14,17 @@ constexpr int kGroupedThreads = (kGroupedWarps + 1) * kWarp;
 constexpr int kBlocksAtOnce = 2;
 constexpr int kMostTiles = 3;  // of a block, so that all end at about the same time
 
+// Whose the rows are.
+struct RowGroups {
+  int64_t experts;
+  const int32_t* offsets;  // see grouped_rows.h
+};
+
 // Which rows are those of an expert; of offsets that fall, or lie beyond the rows, any.
-struct RowsOfExpert {
+struct RowRange {
   int begin, end;
 
-  __device__ RowsOfExpert(const RowGroups& groups, int rows, int expert)
+  __device__ RowRange(const RowGroups& groups, int rows, int expert)
       : begin(expert == 0 ? 0 : within(groups.offsets[expert - 1], rows)),
         end(within(groups.offsets[expert], rows)) {}
 
@@ -39,7 +45,7 @@ class Shares {
 #pragma unroll 4  // loads in flight
     for (int first = 0; first < experts; first += kWarp) {
       const int expert = ::min(first + lane, experts - 1);
-      const RowsOfExpert own(groups, rows, expert);
+      const RowRange own(groups, rows, expert);
       const int mine = first + lane < experts ? own.shares(kOfShare) : 0;
       int until = mine;  // shares of the lanes up to this one
 #pragma unroll
@@ -70,7 +76,7 @@ class Shares {
 // Zeros in the rows behind the last offset: each block has some of them.
 template <class T>
 __device__ inline void clear_rows_of_nobody(const FewRows& call, const RowGroups& groups) {
-  const int end = RowsOfExpert::within(groups.offsets[groups.experts - 1], int(call.rows));
+  const int end = RowRange::within(groups.offsets[groups.experts - 1], int(call.rows));
   for (int row = end + int(blockIdx.x); row < call.rows; row += int(gridDim.x)) {
     T* const out = call.out.even_row<T>(row).address;
     for (int64_t i = threadIdx.x; i < call.columns; i += blockDim.x) out[i] = narrow<T>(0.0f);
@@ -156,8 +162,8 @@ void divide_groups(Geometry& geometry, const typename Kind::Call& call, int64_t 
 }
 
 template <class Kind, int kColumnTiles>
-void launch_grouped_rows(const typename Kind::Call& call, const Device& device,
-                         cudaStream_t stream, const char* op) {
+void launch_grouped_rows(const typename Kind::Call& call, const Device& device, cudaStream_t stream,
+                         const char* op) {
   const auto kernel = &grouped_rows_kernel<Kind, kColumnTiles>;
   const bool chained = can_chain(kernel, op);
   const int64_t blocks = int64_t(kBlocksAtOnce) * device.processors;
@@ -165,8 +171,8 @@ void launch_grouped_rows(const typename Kind::Call& call, const Device& device,
   divide_groups<Kind, kColumnTiles>(geometry, call, blocks);
   set_places<Kind, kColumnTiles>(geometry, call, geometry.threads() - kWarp);
   geometry.of_share = int(ceil_div(call.columns, int64_t(geometry.columns)));
-  const int64_t sums = int64_t(geometry.groups) * geometry.x_rows * geometry.sums_pitch *
-                       int64_t(sizeof(float));
+  const int64_t sums =
+      int64_t(geometry.groups) * geometry.x_rows * geometry.sums_pitch * int64_t(sizeof(float));
   const int most = (device.shared_of_block - 1024) / kBlocksAtOnce - 1024 - kTmaTileAlignment -
                    int(sums) - int(sizeof(Shares<kColumnTiles * kColumnTile>));
   while (geometry.lines > 1 && 3 * geometry.stage_bytes > most) {
@@ -183,10 +189,65 @@ void launch_grouped_rows(const typename Kind::Call& call, const Device& device,
   launch_kernel(kernel, how, stream, op, call, geometry, maps);
 }
 
+// Brings rows of tokens to their slots: a block has one.
+static __global__ void __launch_bounds__(256)
+    gather_rows_kernel(const __grid_constant__ GroupedRows call, char* out) {
+  let_next_begin();
+  wait_for_previous();
+  const int64_t row = call.slots[blockIdx.x], bytes = call.length * bytes_of(call.x.dtype);
+  if (row < 0 || row >= call.rows) return;
+  const char* const from = static_cast<const char*>(call.x.row<Any>(blockIdx.x / call.k).address);
+  char* const to = out + row * bytes;
+  if ((reinterpret_cast<uintptr_t>(from) | reinterpret_cast<uintptr_t>(to) | uintptr_t(bytes)) %
+          sizeof(uint4) ==
+      0) {
+    for (int64_t i = threadIdx.x; i < bytes / int64_t(sizeof(uint4)); i += blockDim.x) {
+      reinterpret_cast<uint4*>(to)[i] = reinterpret_cast<const uint4*>(from)[i];
+    }
+    return;
+  }
+  for (int64_t i = threadIdx.x; i < bytes / 2; i += blockDim.x) {
+    reinterpret_cast<uint16_t*>(to)[i] = reinterpret_cast<const uint16_t*>(from)[i];
+  }
+}
+
+// Whether rows of x have to be copied first: all are those of one token, if there is one.
+inline bool are_gathered(const GroupedRows& call) {
+  return call.slots != nullptr && call.tokens > 1;
+}
+inline int64_t gathered_bytes(const GroupedRows& call) {
+  const int64_t bytes = are_gathered(call) ? call.rows * call.length * bytes_of(call.x.dtype) : 0;
+  return ceil_div(bytes, int64_t(256)) * 256;
+}
+
+// All but the weight and whose rows there are; x lies as the results do, at `near` if need be.
+inline FewRows few_rows_of(const GroupedRows& call, void* near, cudaStream_t stream,
+                           const char* op) {
+  FewRows few = {};
+  few.rows = call.rows;
+  few.columns = call.columns;
+  few.length = call.length;
+  few.activated = call.activated;
+  few.gated = call.gated;
+  few.activation = call.activation;
+  few.x = call.x;
+  few.bias = call.bias;
+  few.out = call.out;
+  if (are_gathered(call)) {
+    const Launch how{unsigned(call.rows), 256, 0, 1, can_chain(gather_rows_kernel, op)};
+    launch_kernel(gather_rows_kernel, how, stream, op, call, static_cast<char*>(near));
+    few.x = {near, call.length, call.x.dtype};
+  } else if (call.slots != nullptr) {
+    few.x = {call.x.data, 0, call.x.dtype};
+  }
+  return few;
+}
+
 // Calls body with the number of groups of 8 rows of a share: twice what an expert usually has.
 template <class Body>
-void with_rows_of_share(const RowGroups& groups, int64_t rows, const Body& body) {
-  if (rows <= 4 * std::min(groups.experts, rows)) return body(std::integral_constant<int, 1>{});
+void with_rows_of_share(const GroupedRows& call, const Body& body) {
+  if (call.rows <= 4 * std::min(call.experts, call.rows))
+    return body(std::integral_constant<int, 1>{});
   body(std::integral_constant<int, 2>{});
 }
 

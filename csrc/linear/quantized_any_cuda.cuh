@@ -81,9 +81,9 @@ __device__ inline void add_floats(const QuantizedLinear& call, const float* leve
   add_lanes(sums);
 }
 
+// Columns of a block. All of its threads call it.
 template <class T, int kRowsTogether>
-__global__ void __launch_bounds__(kAnyWarps* kWarp)
-    quantized_any_kernel(const __grid_constant__ QuantizedLinear call, bool aligned) {
+__device__ inline void any_columns(const QuantizedLinear& call, bool aligned) {
   const float* const levels = levels_nearby();
   const float* const inverses = inverses_nearby(call);
   const int64_t column = int64_t(blockIdx.x) * kAnyWarps + threadIdx.x / kWarp;
@@ -95,6 +95,12 @@ __global__ void __launch_bounds__(kAnyWarps* kWarp)
       add_floats<T, kRowsTogether>(call, levels, call.columns + column, first, aligned, sums[1]);
     store_results<T, kRowsTogether>(call, first, column, inverses, sums);
   }
+}
+
+template <class T, int kRowsTogether>
+__global__ void __launch_bounds__(kAnyWarps* kWarp)
+    quantized_any_kernel(const __grid_constant__ QuantizedLinear call, bool aligned) {
+  any_columns<T, kRowsTogether>(call, aligned);
 }
 
 // Begins the norm after the layer with all results: a thread has one.
@@ -293,14 +299,13 @@ class IntegerProducts {
   const int64_t row_;
 };
 
+// Columns of a block. All of its threads call it. `runs_of_group` is 0 for groups of any size.
 template <class T, int kRowsTogether>
-__global__ void __launch_bounds__(kAnyWarps* kWarp)
-    integer_kernel(const __grid_constant__ QuantizedLinear call, void* workspace,
-                   int runs_of_group) {
+__device__ inline void integer_columns(const QuantizedLinear& call, const RowsOfBytes& x,
+                                       int runs_of_group) {
   const float* const inverses = inverses_nearby(call);
   const int64_t column = int64_t(blockIdx.x) * kAnyWarps + threadIdx.x / kWarp;
   if (column >= call.columns) return;
-  const RowsOfBytes x(call, workspace);
   for (int64_t first = 0; first < call.rows; first += kRowsTogether) {
     float sums[2][kRowsTogether] = {};
     for (int part = 0; part < (call.gated ? 2 : 1); ++part) {
@@ -317,6 +322,13 @@ __global__ void __launch_bounds__(kAnyWarps* kWarp)
     }
     store_results<T, kRowsTogether>(call, first, column, inverses, sums);
   }
+}
+
+template <class T, int kRowsTogether>
+__global__ void __launch_bounds__(kAnyWarps* kWarp)
+    integer_kernel(const __grid_constant__ QuantizedLinear call, void* workspace,
+                   int runs_of_group) {
+  integer_columns<T, kRowsTogether>(call, RowsOfBytes(call, workspace), runs_of_group);
 }
 
 }  // namespace cuda

@@ -20,7 +20,6 @@ struct Skinny {
   using Products = cuda::Products<T, kColumnTiles>;
   static constexpr int kXLines = 1;
   static constexpr bool kScaled = false;
-  static constexpr bool kGrouped = false;
   static constexpr int kTogether = 1;
   template <int kColumnTiles>
   static constexpr int kMostWarps = 7;
