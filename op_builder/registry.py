@@ -30,7 +30,6 @@ class FunctionalOp:
         ops: sources of ops without kernels of their own, without _ops.
         more_cpu: sources for the CPU alone, by their whole names.
         more_cuda: sources of kernels for CUDA alone, without _cuda.
-        on_cuda: whether there are kernels for CUDA.
         defines: macros for all sources; so some serve several libraries.
         self_checks: the module below deepspeed_ext.ops that has the self-check.
     """
@@ -44,7 +43,6 @@ class FunctionalOp:
     ops: tuple[str, ...] = ()
     more_cpu: tuple[str, ...] = ()
     more_cuda: tuple[str, ...] = ()
-    on_cuda: bool = True
     defines: tuple[tuple[str, str], ...] = ()
     self_checks: str = "self_checks"
 
@@ -57,7 +55,7 @@ class FunctionalOp:
         else:
             ops = (*stems, *ops)
         of_ops = [f"{op}_ops.cpp" for op in ops]
-        both = _both(
+        return _both(
             self.name,
             [*of_ops, *(f"{stem}_cpu.cpp" for stem in stems), *self.more_cpu, _ISA],
             [*(f"{stem}_cuda.cu" for stem in (*stems, *self.more_cuda)), *of_ops],
@@ -65,7 +63,6 @@ class FunctionalOp:
             self_check=f"deepspeed_ext.ops.{self.self_checks}:{self.name}",
             modules=self.modules,
         )
-        return both if self.on_cuda else both[:1]
 
 
 @dataclass(frozen=True)
@@ -184,8 +181,7 @@ def _quantized_linear(bits: int) -> FunctionalOp:
             "linear.quantized_linear",
             "linear.grouped_quantized_linear",
         ),
-        kernels=("linear/quantized_linear",),
-        more_cpu=("linear/grouped_quantized_ops.cpp", "linear/grouped_quantized_cpu.cpp"),
+        kernels=("linear/quantized_linear", "linear/grouped_quantized"),
         defines=(("DSX_BITS", str(bits)),),
         bits="row",
         sanitizer=f"quantized_linear_w{bits}",
@@ -277,7 +273,6 @@ ROWS: tuple[StepOp | FunctionalOp, ...] = (
         modules=("linear.grouped_linear",),
         kernels=("linear/grouped_linear",),
         more_cpu=("linear/skinny_linear_cpu.cpp",),
-        on_cuda=False,
         bits="row",
         sanitizer="skinny_linear",
         benchmark="grouped_linear",

@@ -26,7 +26,7 @@ from deepspeed_ext.ops.linear.grouped_rows import (
     unpermuted,
 )
 
-_NAME, _LIBRARIES = "grouped_linear", {"cpu": "cpu_grouped_linear"}
+_NAME, _LIBRARIES = "grouped_linear", {"cpu": "cpu_grouped_linear", "cuda": "fused_grouped_linear"}
 
 
 def grouped_linear(

@@ -29,7 +29,7 @@ from deepspeed_ext.ops.quantization.packed_weight import (
 )
 
 _NAME = "grouped_quantized_linear"
-_LIBRARIES = {bits: {"cpu": libraries_of(bits)["cpu"]} for bits in (4, 8)}
+_LIBRARIES = {bits: libraries_of(bits) for bits in (4, 8)}
 
 
 def grouped_quantized_linear(

@@ -7,9 +7,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from deepspeed_ext.ops.linear import few_rows
 from deepspeed_ext.ops.linear.few_rows import check_like, is_known, linear_ref
 
 MOST_ROWS = 512  # that the kernels take: see grouped_rows.h
+_FEW_OF_EXPERT = 16  # with more on average torch is faster; up to 64 in all are few in any case
 
 
 def are_few(x: Tensor, offsets: Tensor, slots: Tensor | None, libraries: Mapping[str, str]) -> bool:
@@ -18,7 +20,8 @@ def are_few(x: Tensor, offsets: Tensor, slots: Tensor | None, libraries: Mapping
         return False
     if slots is None and x.dim() != 2:
         return False
-    return is_known(x.shape[0] if slots is None else slots.numel(), lambda n: n <= MOST_ROWS)
+    most = min(MOST_ROWS, max(few_rows.MOST_ROWS, _FEW_OF_EXPERT * offsets.numel()))
+    return is_known(x.shape[0] if slots is None else slots.numel(), lambda n: n <= most)
 
 
 def fake_results(x: Tensor, n: int, slots: Tensor | None, *, gated: bool, **options: Any) -> Tensor:

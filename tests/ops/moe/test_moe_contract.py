@@ -72,9 +72,9 @@ def test_opcheck(name: str, device: str) -> None:
         with Recorder() as recorder:
             of_all(layer, leaves, **OPTIONS[name])
         names = {op.name() for op, _, _ in recorder.calls}
-        assert len(names) == 6
+        assert len(names) == 5
         for op, arguments, options in recorder.calls:
-            has_gradient = "backward" not in op.name() and "assign" not in op.name()
+            has_gradient = "backward" not in op.name()
             for needs_grad in (False, True) if has_gradient else (False,):
                 given = tuple(
                     each.detach().requires_grad_(needs_grad and each.is_floating_point())
@@ -269,16 +269,16 @@ WRONG: dict[str, Callable[[], Any]] = {
     "moe_route: logits has shape [2, 0], expected 1 to 1024 experts": lambda: moe_route(
         torch.ones(2, 0), 1
     ),
-    "moe_assign: capacity is -1, expected 0 or more, or None": lambda: moe_route(
+    "moe_route: capacity is -1, expected 0 or more, or None": lambda: moe_route(
         LOGITS, 2, capacity=-1
     ),
-    "moe_assign: keep is 'all', expected 'order' or 'random'": lambda: moe_route(
+    "moe_route: keep is 'all', expected 'order' or 'random'": lambda: moe_route(
         LOGITS, 2, keep="all"
     ),
-    "moe_assign: seed has shape [2], expected one number": lambda: moe_route(
+    "moe_route: seed has shape [2], expected one number": lambda: moe_route(
         LOGITS, 2, keep="random", seed=torch.tensor([1, 2])
     ),
-    "moe_assign: seed is float32, expected int64": lambda: moe_route(
+    "moe_route: seed is float32, expected int64": lambda: moe_route(
         LOGITS, 2, keep="random", seed=torch.ones(())
     ),
     "moe_assign: experts is float32, expected int64": lambda: moe_assign(LOGITS, LOGITS, 3),
@@ -329,7 +329,7 @@ KINDS: dict[str, Callable[[], Any]] = {
     "moe_route: logits is None, expected a tensor": lambda: moe_route(None, 2),  # type: ignore[arg-type]
     "moe_route: k is 2.5, expected a whole number": lambda: moe_route(LOGITS, 2.5),  # type: ignore[arg-type]
     "moe_route: scale is 'x', expected a number": lambda: moe_route(LOGITS, 2, scale="x"),  # type: ignore[arg-type]
-    "moe_assign: seed is 2.5, expected a whole number": lambda: moe_route(
+    "moe_route: seed is 2.5, expected a whole number": lambda: moe_route(
         LOGITS,
         2,
         keep="random",
@@ -373,7 +373,7 @@ def test_other_devices(cuda: str) -> None:
         "moe_route: bias is on cpu, expected cuda:0": lambda: moe_route(
             LOGITS.to(cuda), 2, bias=torch.ones(6)
         ),
-        "moe_assign: seed is on cpu, expected cuda:0": lambda: moe_route(
+        "moe_route: seed is on cpu, expected cuda:0": lambda: moe_route(
             LOGITS.to(cuda), 2, keep="random", seed=torch.tensor(3)
         ),
     }.items():
