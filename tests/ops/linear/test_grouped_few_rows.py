@@ -35,13 +35,13 @@ from deepspeed_ext.ops import (
 OPS = torch.ops.deepspeed_ext
 each_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 # Tokens, choices, experts, columns, length: around vectors, blocks, chunks, and what a call takes.
-SIZES = [(1, 1, 1, 1, 1), (1, 8, 60, 37, 70), (13, 2, 5, 33, 15), (64, 8, 9, 70, 33)]
-SIZES += [(9, 3, 4, 8, 4104), (2, 1, 3, 300, 64), (100, 5, 2, 5, 7)]
+SIZES = [(1, 1, 1, 1, 1), (1, 8, 60, 37, 70), (13, 2, 5, 33, 15), (64, 8, 33, 70, 33)]
+SIZES += [(9, 3, 4, 8, 4104), (2, 1, 3, 300, 64), (100, 5, 32, 5, 7)]
 ENDS = {
     "one": [1],
-    "all to one": [0, 0, 512, 512],
+    "all to one": [0] * 16 + [512] * 16,
     "none": [0, 0, 0],
-    "64 and 65": [64, 64, 129],
+    "64 and 65": [64] * 4 + [129] * 5,
     "a row each": list(range(1, 200)),
     "behind": [3, 3, 20],
 }
@@ -101,7 +101,7 @@ def test_codes(kind: tuple[str, bool]) -> None:
     for tokens, k, experts, n, length, group in (
         (1, 3, 9, 7, 300, 32),
         (13, 2, 5, 33, 70, 20),
-        (40, 4, 6, 18, 260, 128),
+        (40, 4, 10, 18, 260, 128),
         (5, 2, 3, 70, 1100, 1100),
     ):
         given = tokens_of(tokens, k, experts, length, BF16)
@@ -130,9 +130,9 @@ def test_codes_as_the_reference_has_them(dtype: torch.dtype) -> None:
 
 def test_a_row_is_the_same_alone() -> None:
     """As 1 of 512 rows, whatever the others are; at another place of its expert too."""
-    given = tokens_of(64, 8, 16, 96, BF16)
-    weight, bias = weights(16, 40, 96, BF16, True)
-    packed, _ = codes_of(16, 80, 96, ("int8", False), 32)
+    given = tokens_of(64, 8, 32, 96, BF16)
+    weight, bias = weights(32, 40, 96, BF16, True)
+    packed, _ = codes_of(32, 80, 96, ("int8", False), 32)
     form: dict[str, Any] = dict(activation="silu", gated=True)
     ways = [
         lambda x, slots, ends: grouped_linear(x, weight, ends, bias, slots=slots, **form),
@@ -144,7 +144,7 @@ def test_a_row_is_the_same_alone() -> None:
             places = given.slots[token][given.slots[token] >= 0]
             experts = torch.searchsorted(given.offsets, places, right=True)
             order = experts.argsort()
-            counts = torch.bincount(experts, minlength=16)
+            counts = torch.bincount(experts, minlength=32)
             alone = way(
                 given.x[token : token + 1], order.argsort()[None], offsets_of(counts.tolist())
             )
