@@ -7,7 +7,7 @@ PYTHON_LAYERS = (  # each may import itself and what stands before its row
     ("ops",),
     ("optim", "io"),
     ("quantization",),
-    ("offload",),
+    ("offload", "moe"),
     ("zero", "inference", "environment"),
     ("config",),
     ("engine", "report", "examples", "interfaces"),

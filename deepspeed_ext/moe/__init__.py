@@ -1,0 +1,1 @@
+"""Mixture of experts: layers, experts, and their way over processes."""
