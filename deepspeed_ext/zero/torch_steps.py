@@ -4,6 +4,7 @@ import math
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from deepspeed_ext.dtensors import is_dtensor, local
 
@@ -33,10 +34,20 @@ def clip_and_step(
     if scale is not None:
         for param in params:
             local(param.grad).div_(scale)
-    norm = nn.utils.get_total_norm([param.grad for param in params])
-    whole = norm.full_tensor() if is_dtensor(norm) else norm
-    if not skips or whole.isfinite():
+    by_mesh: dict[DeviceMesh | None, list[Tensor]] = {}  # torch counts those of one at a time
+    for param in params:
+        mesh = param.grad.device_mesh if is_dtensor(param.grad) else None
+        by_mesh.setdefault(mesh, []).append(param)
+    norms = [_norm_of(of_one) for of_one in by_mesh.values()]
+    norm = norms[0] if len(norms) == 1 else nn.utils.get_total_norm(norms)
+    if not skips or norm.isfinite():
         if max_norm < math.inf:  # else an inf of one gradient would be NaN in all
-            nn.utils.clip_grads_with_norm_(params, max_norm, norm)
+            for of_one in by_mesh.values():
+                nn.utils.clip_grads_with_norm_(of_one, max_norm, norm)
         optimizer.step()
-    return whole
+    return norm
+
+
+def _norm_of(params: list[Tensor]) -> Tensor:
+    norm = nn.utils.get_total_norm([param.grad for param in params if param.grad is not None])
+    return norm.full_tensor() if is_dtensor(norm) else norm
