@@ -7,7 +7,7 @@ PYTHON_LAYERS = (  # each may import itself and what stands before its row
     ("ops",),
     ("optim", "io"),
     ("quantization",),
-    ("offload",),
+    ("offload", "moe"),
     ("zero", "inference", "environment"),
     ("config",),
     ("engine", "report", "examples", "interfaces"),
@@ -86,6 +86,7 @@ ROOMS = {  # inside of a package, likewise; its __init__ may import all
         ("optimizer",),
         ("timeline",),
     ),
+    "moe": (("expert_forms", "stacks"), ("experts",)),
     "offload/tiers": (
         ("prompt_switches", "records"),
         ("disk_state", "stream"),
