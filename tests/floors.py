@@ -86,6 +86,7 @@ ROOMS = {  # inside of a package, likewise; its __init__ may import all
         ("optimizer",),
         ("timeline",),
     ),
+    "moe": (("expert_forms", "stacks"), ("experts",)),
     "offload/tiers": (
         ("prompt_switches", "records"),
         ("disk_state", "stream"),
