@@ -162,7 +162,8 @@ def shard(
         sharded = fully_shard(model, mesh=mesh, mp_policy=outer, reshard_after_forward=False)
         if reduce_unused:
             sharded.set_reduce_scatter_unused_params(True)
-        Sharding(model, stage, mesh, tuple(found), reduce_unused, param_dtype).attach()
+        names, has_experts = tuple(found), bool(experts)
+        Sharding(model, stage, mesh, names, reduce_unused, param_dtype, has_experts).attach()
     return model
 
 

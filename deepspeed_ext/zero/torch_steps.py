@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from deepspeed_ext.dtensors import is_dtensor, local
+from deepspeed_ext.dtensors import is_dtensor, local, sum_over_shards
 
 
 def clip_and_step(
@@ -34,20 +34,21 @@ def clip_and_step(
     if scale is not None:
         for param in params:
             local(param.grad).div_(scale)
-    by_mesh: dict[DeviceMesh | None, list[Tensor]] = {}  # torch counts those of one at a time
+    of_meshes: dict[DeviceMesh | None, list[Tensor]] = {}  # torch counts those of one at a time
     for param in params:
         mesh = param.grad.device_mesh if is_dtensor(param.grad) else None
-        by_mesh.setdefault(mesh, []).append(param)
-    norms = [_norm_of(of_one) for of_one in by_mesh.values()]
-    norm = norms[0] if len(norms) == 1 else nn.utils.get_total_norm(norms)
-    if not skips or norm.isfinite():
+        of_meshes.setdefault(mesh, []).append(param)
+    grads = [param.grad for param in params]
+    norm = nn.utils.get_total_norm(grads) if len(of_meshes) < 2 else _norm_over_meshes(grads)
+    whole = norm.full_tensor() if is_dtensor(norm) else norm
+    if not skips or whole.isfinite():
         if max_norm < math.inf:  # else an inf of one gradient would be NaN in all
-            for of_one in by_mesh.values():
+            for of_one in of_meshes.values():
                 nn.utils.clip_grads_with_norm_(of_one, max_norm, norm)
         optimizer.step()
-    return norm
+    return whole
 
 
-def _norm_of(params: list[Tensor]) -> Tensor:
-    norm = nn.utils.get_total_norm([param.grad for param in params if param.grad is not None])
-    return norm.full_tensor() if is_dtensor(norm) else norm
+def _norm_over_meshes(grads: list[Tensor]) -> Tensor:
+    norms = torch.stack(torch._foreach_norm(list(map(local, grads)))).double()
+    return sum_over_shards(norms.square(), grads).sum().sqrt()
