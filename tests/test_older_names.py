@@ -24,9 +24,9 @@ OLDER: dict[str, tuple[str, ...]] = {
     "FusedOptimBuilder": tuple(
         f"multi_tensor_{name}" for name in ("scale", "sgd", "adam", "lamb", "l2norm")
     ),
-    "InferenceBuilder": (),
+    "InferenceBuilder": ("einsum_sec_sm_ecm", "moe_res_matmul"),
     "LayerNormBuilder": ("forward_affine", "backward_affine"),
-    "MOEBuilder": (),
+    "MOEBuilder": ("MoeCombine", "MoeDispatch", "moe_cumsum"),
     "QuantizerBuilder": ("ds_quantizer",),
     "ScaledMaskedSoftmaxBuilder": ("forward", "backward", "get_batch_per_block"),
     "ScaledUpperTrainglemaskedSoftmaxBuilder": ("forward", "backward"),
