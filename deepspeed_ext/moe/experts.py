@@ -12,18 +12,11 @@ from deepspeed_ext.moe.arguments import check_whole
 from deepspeed_ext.moe.expert_forms import Weights, can_run, form_of, run
 from deepspeed_ext.moe.stacks import copied, mirror, of_all, slices, stacked, tied
 from deepspeed_ext.ops._kinds import check_kinds
-from deepspeed_ext.torch_internals.modules import (
-    reset_of,
-)
+from deepspeed_ext.torch_internals.modules import STATE_DICT_HOOKS, reset_of
 from deepspeed_ext.torch_internals.tensors import has_gradient_hooks, version_of
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
-
-_UNSEEN_HOOKS = (
-    *("_state_dict_hooks", "_state_dict_pre_hooks"),
-    *("_load_state_dict_pre_hooks", "_load_state_dict_post_hooks"),
-)
 
 
 class Experts(nn.Module):
@@ -241,7 +234,7 @@ def _check(expert: nn.Module, count: int, mesh: "DeviceMesh | None") -> None:
         if has_gradient_hooks(tensor):
             raise ValueError(f"Experts: {name} has hooks, expected none: they would see nothing")
     for name, module in expert.named_modules():
-        for hooks in _UNSEEN_HOOKS:
+        for hooks in STATE_DICT_HOOKS:
             if getattr(module, hooks):
                 raise ValueError(
                     f"Experts: {name or 'expert'} has hooks on its state dict, expected none: the"
