@@ -86,7 +86,7 @@ ROOMS = {  # inside of a package, likewise; its __init__ may import all
         ("optimizer",),
         ("timeline",),
     ),
-    "moe": (("expert_forms", "stacks"), ("experts",)),
+    "moe": (("exchange", "expert_forms", "stacks"), ("experts",)),
     "offload/tiers": (
         ("prompt_switches", "records"),
         ("disk_state", "stream"),
@@ -98,7 +98,7 @@ ROOMS = {  # inside of a package, likewise; its __init__ may import all
             *("agreement", "all_processes", "blocks", "borrowing", "calls", "counters", "memory"),
             *("kinds_of_parameters", "names", "saved_model", "torch_steps", "unreduced"),
         ),
-        ("rows", "scaling", "sharding", "shown", "units"),
+        ("rows", "scaling", "sharding", "shared_experts", "shown", "units"),
         ("accumulate", "alone", "drawing", "gather", "stages", "whole_weights"),
         ("checkpoint", "init"),
         ("deepspeed_folders",),
