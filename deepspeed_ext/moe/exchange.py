@@ -80,12 +80,12 @@ class Exchange:
         Raises:
             ValueError: there are more or fewer rows than have arrived.
         """
-        self._turn("send_back")
         if rows.shape[0] != self._back.source.rows:
             raise ValueError(
                 f"{_OP}: experts have made {rows.shape[0]} rows of {self._back.source.rows},"
                 " expected as many"
             )
+        self._turn("send_back")
         self._moving = _Depart.apply(rows, self._back)
 
     @untraced

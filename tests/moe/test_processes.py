@@ -21,12 +21,11 @@ from deepspeed_ext.optim import DeepSpeedCPUAdam, FusedLamb
 from deepspeed_ext.torch_internals.fully_shard import written
 from deepspeed_ext.zero.torch_steps import clip_and_step
 
-STEPS, TIMES = 3, 2
-# Stage and ep_size of who saves after two steps, and of who goes on.
+STEPS, TIMES = 2, 2
+# Stage and ep_size of who saves after the first step, and of who goes on.
 CHECKPOINTS = {
     "2 over 2, 3 over 4": ((2, 2), (3, 4)),
-    "0 over 4, 1 over 2": ((0, 4), (1, 2)),
-    "3 over 1, 0 over 2": ((3, 1), (0, 2)),
+    "0 over 2, 1 over 1": ((0, 2), (1, 1)),
 }
 
 
@@ -185,7 +184,7 @@ def filled(row, folder):
         with torch.device("meta"):
             model = Net(ep_size).double()
         zero.shard(model, 3)
-        zero.Init(seed=1)(model)
+        zero.Init(seed=1).fill(model)
         made.append(model)
     with zero.GatheredParameters(made[0]):
         assert_like(made[1], made[0], "filled", 0)
@@ -249,7 +248,7 @@ def refusals(row, folder):
         r"'experts.weight' is shared out over .*expected a dimension, by": Wrapped(
             experts(cube["c"])
         ),
-        r"'experts.bias' has shape \[4, 9\], .*multiple of 2": Wrapped(experts(mesh_of(2), 9)),
+        r"'experts.weight' has shape \[4, 9, 9\], .*multiple of 2": Wrapped(experts(mesh_of(2), 9)),
     }
     for text, model in cases.items():
         with pytest.raises(ValueError, match=text):
@@ -260,15 +259,10 @@ def refusals(row, folder):
     differ = init_device_mesh("cpu", (2, 2), mesh_dim_names=names)["expert"]
     with pytest.raises(ValueError, match=r"process 0 has experts 'experts' over"):
         zero.shard(Wrapped(experts(differ)), 2)
-
-
-def placements(row, folder):
-    """Processes that have the same experts share out a dimension behind the first."""
-    model = zero.shard(Wrapped(Experts(nn.Linear(8, 5), EXPERTS, mesh_of(2))), 2)
+    model = zero.shard(Wrapped(Experts(nn.Linear(8, 5, bias=False), EXPERTS, mesh_of(2))), 2)
     weight = model.experts.weight
     assert isinstance(weight, DTensor)
-    assert weight.placements == (Shard(2), Shard(0)) and weight.device_mesh.shape == (2, 2)
-    assert weight.to_local().shape == (2, 5, 4)
+    assert weight.placements == (Shard(2), Shard(0)) and weight.to_local().shape == (2, 5, 4)
 
 
 FUNCTIONS = [optimizers, clipping, few_bits, kept_for_micro_steps, filled, engine, refusals]
