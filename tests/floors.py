@@ -86,7 +86,12 @@ ROOMS = {  # inside of a package, likewise; its __init__ may import all
         ("optimizer",),
         ("timeline",),
     ),
-    "moe": (("exchange", "expert_forms", "stacks"), ("experts",)),
+    "moe": (
+        ("exchange", "expert_forms", "older_names", "optimizer_groups", "stacks"),
+        ("experts",),
+        ("sending",),
+        ("layer", "moe_module"),
+    ),
     "offload/tiers": (
         ("prompt_switches", "records"),
         ("disk_state", "stream"),

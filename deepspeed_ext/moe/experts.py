@@ -160,6 +160,18 @@ class Experts(nn.Module):
         return result
 
     @torch.no_grad()
+    def put(self, number: int, expert: nn.Module) -> None:
+        """Give one of the experts in this process the values of a module.
+
+        Args:
+            number: of the expert, from 0.
+            expert: with the same parameters and buffers.
+        """
+        values = dict([*expert.named_parameters(), *expert.named_buffers()])
+        for name in (*self._names, *self._buffer_names):
+            self._local(name)[number].copy_(values[name])
+
+    @torch.no_grad()
     def reset_parameters(self) -> None:
         """Draw one expert as its modules do, by reset_parameters; all become copies of it.
 
