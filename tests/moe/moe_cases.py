@@ -86,9 +86,9 @@ def loss_of(model, number, rank=None):
     return cross_entropy(model(tokens).flatten(0, 1), targets.flatten())
 
 
-def alone(make, steps, times, dtype, step):
+def alone(make, steps, times, dtype, step, net=None):
     """Train in one process on what all processes have, and return the model and the last norm."""
-    model = Net().to(dtype)
+    model = (net or Net)(1).to(dtype)
     optimizer, norm = make(model), None
     for number in range(steps * times):
         for rank in range(dist.get_world_size()):

@@ -5,7 +5,19 @@ from functools import cache
 import pytest
 import torch
 import torch.distributed as dist
-from moe_cases import EXPERTS, MAX_NORM, NAMES, OPTIONS, Net, adamw, alone, loss_of, mesh_of
+from moe_cases import (
+    EXPERTS,
+    MAX_NORM,
+    NAMES,
+    OPTIONS,
+    VOCABULARY,
+    WIDTH,
+    Net,
+    adamw,
+    alone,
+    loss_of,
+    mesh_of,
+)
 from process_groups import with_long
 from processes import Case
 from torch import nn
@@ -15,7 +27,7 @@ from torch.distributed.tensor import DTensor, Shard
 import deepspeed_ext
 from deepspeed_ext import ops, zero
 from deepspeed_ext.engine.leaf_modules import set_z3_leaf_modules
-from deepspeed_ext.moe import Experts
+from deepspeed_ext.moe import Experts, MoE
 from deepspeed_ext.offload import OffloadOptimizer
 from deepspeed_ext.optim import DeepSpeedCPUAdam, FusedLamb
 from deepspeed_ext.torch_internals.fully_shard import written
@@ -224,6 +236,64 @@ def engine(row, folder):
         deepspeed_ext.initialize(model=Net(2), config={**config, "gradient_allreduce_op": "sum"})
 
 
+class Tangled(nn.Module):
+    """An expert that is run by its own forward, and returns more than is used."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 12), nn.Linear(12, WIDTH)
+
+    def forward(self, x):
+        return self.down(torch.tanh(self.up(x))), None
+
+
+class LayerNet(nn.Module):
+    """Layers as users have them, in blocks that are run again in backward."""
+
+    def __init__(self, ep_size):
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding = nn.Embedding(VOCABULARY, WIDTH)
+        plain = nn.Sequential(nn.Linear(WIDTH, 12), nn.GELU(), nn.Linear(12, WIDTH))
+        mesh = mesh_of(ep_size) if ep_size > 1 else None
+        options = {"ep_size": ep_size, "drop_tokens": False, "mesh": mesh}
+        self.blocks = nn.ModuleList(
+            [
+                MoE(WIDTH, plain, EXPERTS, k=2, **options),
+                MoE(WIDTH, Tangled(), EXPERTS, k=1, use_residual=True, **options),
+            ]
+        )
+        self.head = nn.Linear(WIDTH, VOCABULARY)
+
+    def forward(self, tokens):
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            found, aux, _ = torch.utils.checkpoint.checkpoint(block, x, use_reentrant=False)
+            x = x + found + 0.01 * aux
+        return self.head(x)
+
+
+def layers(row, folder):
+    def step(optimizer, most):
+        return optimizer.clip_and_step(most)
+
+    def make(model):
+        return DeepSpeedCPUAdam(model.parameters(), **OPTIONS)
+
+    expected, _ = alone(make, 2, 1, torch.float32, step, LayerNet)
+    for stage, ep_size in ((3, 2), (1, 4)):
+        model = zero.shard(LayerNet(ep_size), stage)
+        optimizer = make(model)
+        for number in range(2):
+            loss_of(model, number).backward()
+            step(optimizer, MAX_NORM)
+            optimizer.zero_grad()
+        assert_like(model, expected, f"layers over {ep_size}", 1e-6)
+        with zero.GatheredParameters(model), torch.no_grad():
+            for number in range(dist.get_rank()):  # by no more than one process, for some
+                torch.testing.assert_close(loss_of(model, number), loss_of(expected, number))
+
+
 class Wrapped(nn.Module):
     def __init__(self, experts, also=None):
         super().__init__()
@@ -255,9 +325,9 @@ def refusals(row, folder):
             zero.shard(model, 2)
     with pytest.raises(ValueError, match=r"of a mesh of the processes \[0, 1, 2, 3\] on cpu"):
         zero.shard(Wrapped(experts(mesh_of(2))), 2, mesh=half)
-    names = NAMES if dist.get_rank() else ("other", "expert")
-    differ = init_device_mesh("cpu", (2, 2), mesh_dim_names=names)["expert"]
-    with pytest.raises(ValueError, match=r"process 0 has experts 'experts' over"):
+    names = NAMES if dist.get_rank() else ("data", "other")
+    differ = init_device_mesh("cpu", (2, 2), mesh_dim_names=names)[names[1]]
+    with pytest.raises(ValueError, match=r"process . has experts 'experts' over .* has experts"):
         zero.shard(Wrapped(experts(differ)), 2)
     model = zero.shard(Wrapped(Experts(nn.Linear(8, 5, bias=False), EXPERTS, mesh_of(2))), 2)
     weight = model.experts.weight
@@ -265,7 +335,7 @@ def refusals(row, folder):
     assert weight.placements == (Shard(2), Shard(0)) and weight.to_local().shape == (2, 5, 4)
 
 
-FUNCTIONS = [optimizers, clipping, few_bits, kept_for_micro_steps, filled, engine, refusals]
+FUNCTIONS = [optimizers, clipping, few_bits, kept_for_micro_steps, filled, engine, layers, refusals]
 CASES = [
     *(Case(4, "checkpoint", row) for row in CHECKPOINTS),
     *(Case(4, function.__name__, "all") for function in FUNCTIONS),
