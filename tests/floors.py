@@ -103,7 +103,7 @@ ROOMS = {  # inside of a package, likewise; its __init__ may import all
             *("agreement", "all_processes", "blocks", "borrowing", "calls", "counters", "memory"),
             *("kinds_of_parameters", "names", "saved_model", "torch_steps", "unreduced"),
         ),
-        ("rows", "scaling", "sharding", "shown", "units"),
+        ("rows", "scaling", "sharding", "shared_experts", "shown", "units"),
         ("accumulate", "alone", "drawing", "gather", "stages", "whole_weights"),
         ("checkpoint", "init"),
         ("deepspeed_folders",),

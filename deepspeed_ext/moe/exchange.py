@@ -55,7 +55,8 @@ class Exchange:
         away, to_here = _Side(sent, rows.shape[0]), _Side(received, sum(received), order)
         self._there = _Way(away, to_here, group, "rows of tokens")
         self._back = _Way(to_here, away, group, "results of experts")
-        self._moving: Tensor | None = _Depart.apply(rows, self._there)
+        self._turns = ["arrived", "send_back", "returned"]
+        self._moving: Tensor = _Depart.apply(rows, self._there)
 
     @untraced
     def arrived(self) -> tuple[Tensor, Tensor]:
@@ -68,7 +69,9 @@ class Exchange:
         Raises:
             RuntimeError: see the class.
         """
-        return self._taken(self._there, "arrived"), self._offsets
+        self._turn("arrived")
+        rows: Tensor = _Arrive.apply(self._moving, self._there)
+        return rows, self._offsets
 
     @untraced
     def send_back(self, rows: Tensor) -> None:
@@ -82,6 +85,7 @@ class Exchange:
                 f"{_OP}: experts have made {rows.shape[0]} rows of {self._back.source.rows},"
                 " expected as many"
             )
+        self._turn("send_back")
         self._moving = _Depart.apply(rows, self._back)
 
     @untraced
@@ -91,15 +95,15 @@ class Exchange:
         Raises:
             RuntimeError: see the class.
         """
-        return self._taken(self._back, "returned")
+        self._turn("returned")
+        rows: Tensor = _Arrive.apply(self._moving, self._back)
+        return rows
 
-    def _taken(self, way: "_Way", step: str) -> Tensor:
-        moving, self._moving = self._moving, None
-        if moving is None or way.is_done:
-            raise RuntimeError(f"{_OP}: {step}() is called out of turn, expected each step once")
-        way.is_done = True
-        taken: Tensor = _Arrive.apply(moving, way)
-        return taken
+    def _turn(self, step: str) -> None:
+        if self._turns[:1] != [step]:
+            want = f"{self._turns[0]}()" if self._turns else "another exchange"
+            raise RuntimeError(f"{_OP}: {step}() of an exchange is called, expected {want}")
+        del self._turns[0]
 
 
 class _Side(NamedTuple):
@@ -133,7 +137,6 @@ class _Way:
         self, source: _Side, target: _Side, group: dist.ProcessGroup | None, what: str
     ) -> None:
         self.source, self.target = source, target
-        self.is_done = False
         self._group, self._what = group, what
         self._under_way: tuple[Any, Tensor, Tensor] | None = None
 

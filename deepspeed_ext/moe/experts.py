@@ -92,8 +92,9 @@ class Experts(nn.Module):
         """Return what experts make of their rows.
 
         Args:
-            rows: (rows, n), sorted by expert: those of the experts in this process.
-            offsets: (experts in this process,), int32, where the rows of each end.
+            rows: (rows, n), sorted by expert: those of the experts in this process, or of all where
+                it has all.
+            offsets: as many as there are of these, int32, where the rows of each end.
 
         Returns:
             (rows, n), of the dtype of rows, also under autocast; 0 behind the last offset.
@@ -102,10 +103,10 @@ class Experts(nn.Module):
             ValueError: offsets have another shape, or descend, or are beyond the rows; an expert
                 returns another shape.
         """
-        if offsets.shape != (self.num_local_experts,):
+        count = self.num_experts if self.has_all() else self.num_local_experts
+        if offsets.shape != (count,):
             raise ValueError(
-                f"Experts: offsets has shape {list(offsets.shape)}, expected"
-                f" [{self.num_local_experts}]"
+                f"Experts: offsets has shape {list(offsets.shape)}, expected [{count}]"
             )
         if self._form is not None:
             weights = [self._weights(name) for name in self._form.linears]
@@ -115,18 +116,39 @@ class Experts(nn.Module):
                 return found.to(rows.dtype)
         return self._one_by_one(rows, offsets)
 
+    def has_all(self) -> bool:
+        """Tell whether all experts are in this process, if only while they are shown there.
+
+        Raises:
+            RuntimeError: their parameters are, and buffers are not.
+        """
+        if self.num_local_experts == self.num_experts:
+            return True
+        if any(is_dtensor(self._value(name)) for name in self._names) or not self._names:
+            return False
+        if self._buffer_names:
+            raise RuntimeError(
+                f"Experts: parameters are whole, and {self._buffer_names[0]} is shared out, as"
+                " other buffers are, expected both or none"
+            )
+        return True
+
     def _weights(self, name: str) -> Weights:
         weight, bias = self._local(f"{name}.weight"), f"{name}.bias"
         return weight, self._local(bias) if bias in self._names else None
 
     def _local(self, name: str) -> Tensor:
         """Return a stacked parameter or buffer, as far as it is here."""
+        value = self._value(name)
+        if not is_dtensor(value):
+            return value
+        return of_all(value.to_local(), value.device_mesh.size())
+
+    def _value(self, name: str) -> Tensor:
         value: Any = self
         for part in name.split("."):
             value = getattr(value, part)
-        if not is_dtensor(value):
-            return value  # type: ignore[no-any-return]
-        return of_all(value.to_local(), value.device_mesh.size())
+        return value  # type: ignore[no-any-return]
 
     def _one_by_one(self, rows: Tensor, offsets: Tensor) -> Tensor:
         tie, pieces = slices([self._local(name) for name in self._names], rows)
@@ -134,12 +156,12 @@ class Experts(nn.Module):
         found = []
         for i, own in enumerate(parts):
             if len(own):
-                values = dict(zip(self._names, pieces[i :: self.num_local_experts], strict=True))
+                values = dict(zip(self._names, pieces[i :: len(parts)], strict=True))
                 out = self._call(own, i, values)
                 _check_result(out, own)
                 found.append(out.to(rows.dtype))
-        found.append(rest.masked_fill(torch.ones((), dtype=torch.bool, device=rest.device), 0))
-        return tied(torch.cat(found), tie)
+        zeros = rest.masked_fill(torch.ones((), dtype=torch.bool, device=rest.device), 0)
+        return torch.cat([*found, tied(zeros, tie)])  # no view, of which fully_shard warns
 
     def _call(self, rows: Tensor, expert: int, values: dict[str, Tensor]) -> Tensor:
         buffers = {name: self._local(name)[expert] for name in self._buffer_names}

@@ -67,7 +67,7 @@ def send(
     if torch.is_autocast_enabled(tokens.device.type):
         tokens = tokens.to(torch.get_autocast_dtype(tokens.device.type))
     rows = moe_permute(tokens, routing)
-    if mesh is None:
+    if mesh is None or experts.has_all():
         rows = experts(rows, routing.offsets)
         added = None if beside is None else _first(beside(hidden_states))
     else:

@@ -84,7 +84,7 @@ class Sharding:
         self.param_dtype = param_dtype
         self.shown: list[bool] = []  # of each GatheredParameters around: all are whole, or some
         self._reduces_unused = reduces_unused
-        self._has_experts = has_experts
+        self.has_experts = has_experts
         self._model = weakref.ref(model)
         self._loop: Loop | None = None  # micro-steps that are declared
         self._marks: dict[Any, Marks] = {}  # of groups that had gradients between micro-steps
@@ -352,7 +352,7 @@ class Sharding:
         if was_written is None:
             return True
         anywhere = was_written.int()
-        for dimension in range(0 if self._has_experts else self.mesh.ndim - 1, self.mesh.ndim):
+        for dimension in range(0 if self.has_experts else self.mesh.ndim - 1, self.mesh.ndim):
             dist.all_reduce(anywhere, dist.ReduceOp.MAX, self.mesh.get_group(dimension))
         return anywhere
 
