@@ -7,7 +7,7 @@ PYTHON_LAYERS = (  # each may import itself and what stands before its row
     ("ops",),
     ("optim", "io"),
     ("quantization",),
-    ("offload",),
+    ("moe", "offload"),
     ("zero", "inference", "environment"),
     ("config",),
     ("engine", "report", "examples", "interfaces"),
@@ -71,6 +71,7 @@ ROOMS = {  # inside of a package, likewise; its __init__ may import all
         ("adagrad", "adam", "lion"),
     ),
     "optim/schedules": (("arguments",), ("base",), ("one_cycle", "range_test", "warmup")),
+    "moe": (("transformers_models",),),
     "offload": (
         ("arriving", "copies", "hooks", "host_optimizer", "sent_gradients", "host_tensors"),
         ("copying", "memory"),
