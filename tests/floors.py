@@ -7,7 +7,7 @@ PYTHON_LAYERS = (  # each may import itself and what stands before its row
     ("ops",),
     ("optim", "io"),
     ("quantization",),
-    ("moe", "offload"),
+    ("offload", "moe"),
     ("zero", "inference", "environment"),
     ("config",),
     ("engine", "report", "examples", "interfaces"),
@@ -71,7 +71,6 @@ ROOMS = {  # inside of a package, likewise; its __init__ may import all
         ("adagrad", "adam", "lion"),
     ),
     "optim/schedules": (("arguments",), ("base",), ("one_cycle", "range_test", "warmup")),
-    "moe": (("transformers_models",),),
     "offload": (
         ("arriving", "copies", "hooks", "host_optimizer", "sent_gradients", "host_tensors"),
         ("copying", "memory"),
@@ -86,6 +85,15 @@ ROOMS = {  # inside of a package, likewise; its __init__ may import all
         ("disk", "memory_estimate", "state_of_params"),
         ("optimizer",),
         ("timeline",),
+    ),
+    "moe": (
+        (
+            *("arguments", "exchange", "expert_forms", "older_names", "optimizer_groups"),
+            *("stacks", "transformers_models"),
+        ),
+        ("experts",),
+        ("sending",),
+        ("layer", "moe_module"),
     ),
     "offload/tiers": (
         ("prompt_switches", "records"),
@@ -244,7 +252,7 @@ ROOMS = {  # inside of a package, likewise; its __init__ may import all
     ),
     "compat": (
         (
-            *("fused_optim", "layernorm", "plain_copies"),
+            *("fused_optim", "layernorm", "moe_functions", "plain_copies"),
             *("scaled_masked_softmax", "scaled_upper_triangle_masked_softmax"),
         ),
         (

@@ -1,5 +1,9 @@
-"""Mixture of experts in models.
+"""Mixture of experts: layers of many experts, of which each token goes to a few.
 
+- stacks: parameters of many experts in one. expert_forms: experts that are run all at once.
+  experts: Experts, many copies of one module. exchange: rows on their way to other processes.
+- arguments, sending: what layers have in common. layer: MoE, DeepSpeed's. moe_module: MoeModule,
+  Colossal-AI's. older_names: DeepSpeed's state dicts. optimizer_groups: parameters as they are.
 - transformers_models: experts of transformers' models, computed with our ops.
 """
 
@@ -7,11 +11,29 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from deepspeed_ext.moe.experts import Experts
+    from deepspeed_ext.moe.layer import MoE
+    from deepspeed_ext.moe.moe_module import MoeModule
+    from deepspeed_ext.moe.optimizer_groups import (
+        split_params_into_different_moe_groups_for_optimizer,
+    )
     from deepspeed_ext.moe.transformers_models import register_with_transformers
 
-__all__ = ["register_with_transformers"]
+__all__ = [
+    "Experts",
+    "MoE",
+    "MoeModule",
+    "register_with_transformers",
+    "split_params_into_different_moe_groups_for_optimizer",
+]
 
-_HOMES = {"register_with_transformers": "transformers_models"}
+_HOMES = {
+    "Experts": "experts",
+    "MoE": "layer",
+    "MoeModule": "moe_module",
+    "register_with_transformers": "transformers_models",
+    "split_params_into_different_moe_groups_for_optimizer": "optimizer_groups",
+}
 
 
 def __getattr__(name: str) -> object:

@@ -46,7 +46,7 @@ def _save_all(ctx: Any, inputs: tuple[Tensor | None, ...], output: Tensor) -> No
 
 
 def _unpermute_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None, None, Tensor | None]:
-    saved = ctx.saved_tensors  # torch's checkpoints give them once
+    saved = ctx.saved_tensors  # once: checkpointing makes them again at each look
     if len(saved) == 2:
         return _permute_op(grad, *saved, rows=ctx.rows), None, None, None
     grad_y, grad_weights = _unpermute_backward_op(grad, *saved)
