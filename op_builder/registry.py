@@ -28,7 +28,9 @@ class FunctionalOp:
         sanitizer: the program of tests/csrc that tries the kernels under the sanitizers.
         benchmark: benchmarks/bench_<benchmark>.py measures it.
         ops: sources of ops without kernels of their own, without _ops.
+        more_cpu: sources for the CPU alone, by their whole names.
         more_cuda: sources of kernels for CUDA alone, without _cuda.
+        on_cuda: whether there are kernels for CUDA.
         defines: macros for all sources; so some serve several libraries.
         self_checks: the module below deepspeed_ext.ops that has the self-check.
     """
@@ -40,11 +42,13 @@ class FunctionalOp:
     sanitizer: str
     benchmark: str
     ops: tuple[str, ...] = ()
+    more_cpu: tuple[str, ...] = ()
     more_cuda: tuple[str, ...] = ()
+    on_cuda: bool = True
     defines: tuple[tuple[str, str], ...] = ()
     self_checks: str = "self_checks"
 
-    def libraries(self) -> tuple[OpSpec, OpSpec]:
+    def libraries(self) -> tuple[OpSpec, ...]:
         """Return the libraries, for the CPU and for CUDA."""
         stems, ops, defines = self.kernels, self.ops, self.defines
         if stems == "elementwise":
@@ -53,14 +57,15 @@ class FunctionalOp:
         else:
             ops = (*stems, *ops)
         of_ops = [f"{op}_ops.cpp" for op in ops]
-        return _both(
+        both = _both(
             self.name,
-            [*of_ops, *(f"{stem}_cpu.cpp" for stem in stems), _ISA],
+            [*of_ops, *(f"{stem}_cpu.cpp" for stem in stems), *self.more_cpu, _ISA],
             [*(f"{stem}_cuda.cu" for stem in (*stems, *self.more_cuda)), *of_ops],
             defines=defines,
             self_check=f"deepspeed_ext.ops.{self.self_checks}:{self.name}",
             modules=self.modules,
         )
+        return both if self.on_cuda else both[:1]
 
 
 @dataclass(frozen=True)
@@ -174,8 +179,13 @@ def _quantized_linear(bits: int) -> FunctionalOp:
     """Return the ops on weights of so many bits, which share their sources."""
     return FunctionalOp(
         f"quantized_linear_w{bits}",
-        modules=("quantization.packed_weight", "linear.quantized_linear"),
+        modules=(
+            "quantization.packed_weight",
+            "linear.quantized_linear",
+            "linear.grouped_quantized_linear",
+        ),
         kernels=("linear/quantized_linear",),
+        more_cpu=("linear/grouped_quantized_ops.cpp", "linear/grouped_quantized_cpu.cpp"),
         defines=(("DSX_BITS", str(bits)),),
         bits="row",
         sanitizer=f"quantized_linear_w{bits}",
@@ -262,6 +272,17 @@ ROWS: tuple[StepOp | FunctionalOp, ...] = (
     ),
     _quantized_linear(4),
     _quantized_linear(8),
+    FunctionalOp(
+        "grouped_linear",
+        modules=("linear.grouped_linear",),
+        kernels=("linear/grouped_linear",),
+        more_cpu=("linear/skinny_linear_cpu.cpp",),
+        on_cuda=False,
+        bits="row",
+        sanitizer="skinny_linear",
+        benchmark="grouped_linear",
+        self_checks="linear.self_checks",
+    ),
     FunctionalOp(
         "quantizer",
         modules=(

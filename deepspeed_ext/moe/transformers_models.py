@@ -104,10 +104,19 @@ def _forward(
     has_gate = getattr(experts, "has_gate", True)
     up, up_bias = _matrix(experts, "gate_up_proj" if has_gate else "up_proj")
     down, down_bias = _matrix(experts, "down_proj")
+    activation = _activation(known, experts) if has_gate else None
     routing = ops.moe_assign(top_k_index.long(), top_k_weights, up.shape[0])
-    rows = ops.moe_permute(hidden_states.to(up.dtype), routing)
-    rows = ops.grouped_linear(rows, up, routing.offsets, up_bias)
-    rows = _activated(known, experts, rows) if has_gate else experts.act_fn(rows)
+    rows = ops.grouped_linear(
+        hidden_states.to(up.dtype),
+        up,
+        routing.offsets,
+        up_bias,
+        slots=routing.slots,
+        activation=activation,
+        gated=activation is not None,
+    )
+    if activation is None:
+        rows = experts._apply_gate(rows) if has_gate else experts.act_fn(rows)
     rows = ops.grouped_linear(rows.to(down.dtype), down, routing.offsets, down_bias)
     if getattr(experts, "has_post_expert_norm", False):
         rows = experts.post_expert_norm(rows)
@@ -163,13 +172,11 @@ def _product_dtype(weight: Tensor) -> torch.dtype:
     return torch.get_autocast_dtype(device)
 
 
-def _activated(known: _Known, experts: Any, rows: Tensor) -> Tensor:
-    """Return what the gates let through, in one pass if the ops know how."""
-    activation = known.activations.get(type(experts.act_fn)) if hasattr(experts, "act_fn") else None
-    if activation is None or not _has_default_gate(known, experts):
-        gated: Tensor = experts._apply_gate(rows)
-        return gated
-    return ops.gated_activation(rows, activation=activation)
+def _activation(known: _Known, experts: Any) -> str | None:
+    """Return the activation of the gates, if there is nothing more to them and our ops know it."""
+    if not _has_default_gate(known, experts):
+        return None
+    return known.activations.get(type(experts.act_fn))
 
 
 def _has_default_gate(known: _Known, experts: Any) -> bool:

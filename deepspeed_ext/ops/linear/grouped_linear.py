@@ -3,34 +3,54 @@
 import math
 from typing import Any
 
-import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
+from deepspeed_ext.ops._activations import number_of
+from deepspeed_ext.ops._kinds import check_kinds
 from deepspeed_ext.ops._library import define
+from deepspeed_ext.ops.linear.few_rows import grad_of_activated
 from deepspeed_ext.ops.linear.grouped_products import (
     outer_products_cpu,
     outer_products_cuda,
     products_cpu,
     products_cuda,
 )
+from deepspeed_ext.ops.linear.grouped_rows import (
+    activated,
+    are_few,
+    check_options,
+    fake_results,
+    grouped_ref,
+    permuted,
+    unpermuted,
+)
+
+_NAME, _LIBRARIES = "grouped_linear", {"cpu": "cpu_grouped_linear"}
 
 
 def grouped_linear(
-    x: Tensor, weight: Tensor, offsets: Tensor, bias: Tensor | None = None
+    x: Tensor,
+    weight: Tensor,
+    offsets: Tensor,
+    bias: Tensor | None = None,
+    *,
+    slots: Tensor | None = None,
+    activation: str | None = None,
+    gated: bool = False,
 ) -> Tensor:
-    """Return x @ w.T + b for each row of x, where w and b are those of the row's expert.
+    """Return activation(x @ w.T + b) for each row of x, where w and b are those of its expert.
 
     Rows are in the order of their experts: those of expert e end before row offsets[e], and begin
     where those of the expert before it end. Any expert may have none. Rows behind the last offset
     belong to no expert: their results are 0, whatever is in them, and they have no gradient, nor
-    has an expert without rows: its gradients are 0.
+    has an expert without rows: its gradients are 0. With `slots` x has tokens, and its rows are
+    what ``moe_permute`` makes of them: a copy of each token for each of its experts.
 
     The same arguments give the same bits, in gradients too; nothing is promised of a row among
-    others. Gradients have gradients. Under autocast nothing is cast: dtypes that differ are
-    refused, so cast them to one. The host never waits for CUDA, not for the offsets either, and no
-    sizes depend on them: calls can be captured in a graph, and compiled into one.
+    others. Without an activation gradients have gradients. Under autocast nothing is cast: dtypes
+    that differ are refused, so cast them to one. The host never waits for CUDA, not for the offsets
+    either, and no sizes depend on them: calls can be captured in a graph, and compiled into one.
 
     Torch multiplies. On CUDA in bfloat16, with compute capability 9 or 10 and up to 1,023 experts,
     that is `torch.nn.functional.grouped_mm`; rows that are no multiple of 16 bytes are copied for
@@ -40,21 +60,44 @@ def grouped_linear(
     each expert's rows are multiplied in turn, and nothing is copied.
 
     Args:
-        x: (rows, k), float32, bfloat16 or float16.
-        weight: (experts, n, k), of the dtype of x, in any layout.
+        x: (rows, k), float32, bfloat16 or float16. With slots (..., k), the shape of the routing's
+            tokens and k.
+        weight: (experts, n, k), with `gated` (experts, 2 n, k), of the dtype of x, in any layout.
         offsets: (experts,), int32: the end of each expert's rows, as `F.grouped_mm` takes them. No
             less than the one before it, and at most as many as there are rows: on the CPU others
             are refused, on CUDA they are not looked at, and results are then undefined.
-        bias: None, or (experts, n), of the dtype of x. On CUDA it is added to products that are
-            rounded already.
+        bias: None, or (experts, n), with `gated` (experts, 2 n), of the dtype of x. On CUDA it is
+            added to products that are rounded already.
+        slots: None, or those of a routing, (..., choices), int64: the row of each choice of each
+            token, or -1, as ``moe_permute`` reads them.
+        activation: None, or one that ``bias_activation`` knows.
+        gated: whether each weight has the rows of a gate first, then those of what it gates; needs
+            an activation.
 
     Returns:
-        (rows, n), contiguous, of the dtype of x.
+        (rows, n), contiguous, of the dtype of x; with slots as many rows as slots has elements.
 
-    See: ``grouped_linear_ref`` is the same in float64.
+    See: ``moe_route`` for slots and offsets. ``grouped_linear_ref`` is the same in float64.
     """
-    out: Tensor = _OP(x, weight, offsets, bias)
-    return out
+    check_kinds(_NAME, x=(x, Tensor), weight=(weight, Tensor), offsets=(offsets, Tensor))
+    if slots is not None:
+        check_kinds(_NAME, slots=(slots, Tensor))
+    number = None if activation is None else number_of(_NAME, activation)
+    if _is_for_kernel(x, weight, offsets, slots):
+        options = dict(activation=number, gated=gated)
+        found: Tensor = _FEW(x, weight, offsets, bias, slots, **options)
+        return found
+    n = weight.shape[1] if weight.dim() == 3 else 0  # what is wrong with it the op says
+    check_options(_NAME, x, slots, activation, gated, n)
+    out: Tensor = _OP(permuted(x, slots, offsets), weight, offsets, bias)
+    return activated(out, activation, gated)
+
+
+def _is_for_kernel(x: Tensor, weight: Tensor, offsets: Tensor, slots: Tensor | None) -> bool:
+    """Tell whether rows are few, and weights lie as the kernel reads them."""
+    if weight.dim() != 3 or not are_few(x, offsets, slots, _LIBRARIES):
+        return False
+    return weight.shape[2] < 2 or weight.stride(2) == 1
 
 
 def _fake(x: Tensor, weight: Tensor, offsets: Tensor, bias: Tensor | None) -> Tensor:
@@ -69,12 +112,11 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     """Return the gradients; bias is a weight for what is always 1."""
     x, weight, offsets = ctx.saved_tensors
     needs_x, needs_weight, _, needs_bias = ctx.needs_input_grad
-    ones = grad.new_ones(grad.shape[0], 1) if needs_bias else None
     return (
         _OP(grad, weight.transpose(1, 2), offsets, None) if needs_x else None,
         _of_weight(grad, x, weight, offsets) if needs_weight else None,
         None,
-        None if ones is None else _OF_WEIGHT(grad, ones, offsets).squeeze(2),
+        grad_of_bias(grad, offsets) if needs_bias else None,
     )
 
 
@@ -85,6 +127,12 @@ def _of_weight(grad: Tensor, x: Tensor, weight: Tensor, offsets: Tensor) -> Tens
         return transposed.transpose(1, 2)
     found: Tensor = _OF_WEIGHT(grad, x, offsets)
     return found
+
+
+def grad_of_bias(grad: Tensor, offsets: Tensor) -> Tensor:
+    """Return the sums of each expert's rows."""
+    out: Tensor = _OF_WEIGHT(grad, grad.new_ones(grad.shape[0], 1), offsets)
+    return out.squeeze(2)
 
 
 def _fake_of_weight(grad: Tensor, x: Tensor, offsets: Tensor) -> Tensor:
@@ -105,13 +153,58 @@ def _backward_of_weight(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]
     )
 
 
-# Of any number of rows: kernels that read the chosen experts once for few are other overloads.
+def _fake_few(
+    x: Tensor,
+    weight: Tensor,
+    offsets: Tensor,
+    bias: Tensor | None,
+    slots: Tensor | None,
+    **options: Any,
+) -> Tensor:
+    return fake_results(x, weight.shape[1], slots, **options)
+
+
+def _save_few(ctx: Any, inputs: tuple[Any, ...], keyword_only_inputs: Any, output: Tensor) -> None:
+    ctx.save_for_backward(*inputs)
+    ctx.options = dict(keyword_only_inputs)
+
+
+def _backward_few(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    """Return the gradients by torch's multiplications."""
+    x, weight, offsets, bias, slots = ctx.saved_tensors
+    needs_x, needs_weight, _, needs_bias, _ = ctx.needs_input_grad
+    activation, gated = ctx.options["activation"], ctx.options["gated"]
+    rows = x
+    if needs_weight or activation is not None:
+        rows = permuted(x, slots, offsets)
+    if activation is not None:
+        grad = grad_of_activated(grad, _OP(rows, weight, offsets, bias), activation, gated)
+    of_rows = _OP(grad, weight.transpose(1, 2), offsets, None) if needs_x else None
+    return (
+        None if of_rows is None else unpermuted(of_rows, slots, offsets),
+        _OF_WEIGHT(grad, rows, offsets) if needs_weight else None,
+        None,
+        grad_of_bias(grad, offsets) if needs_bias else None,
+        None,
+    )
+
+
+# Of any number of rows.
 _OP = define(
     "grouped_linear(Tensor x, Tensor weight, Tensor offsets, Tensor? bias) -> Tensor",
     {"cpu": products_cpu, "cuda": products_cuda},
     fake=_fake,
     backward=_backward,
     setup_context=_save,
+)
+# Of few, by a kernel that reads the weights of the chosen experts once.
+_FEW = define(
+    "grouped_linear.few(Tensor x, Tensor weight, Tensor offsets, Tensor? bias, Tensor? slots, *,"
+    " int? activation, bool gated) -> Tensor",
+    _LIBRARIES,
+    fake=_fake_few,
+    backward=_backward_few,
+    setup_context=_save_few,
 )
 _OF_WEIGHT = define(
     "grouped_linear_backward(Tensor grad, Tensor x, Tensor offsets) -> Tensor",
@@ -122,8 +215,16 @@ _OF_WEIGHT = define(
 )
 
 
-def _flops(x: Any, weight: Any, *others: Any, out_shape: Any = None, **options: Any) -> int:
-    return int(2 * math.prod(x) * weight[1])
+def _flops(
+    x: Any,
+    weight: Any,
+    offsets: Any,
+    bias: Any,
+    slots: Any = None,
+    out_shape: Any = None,
+    **options: Any,
+) -> int:
+    return int(2 * out_shape[0] * math.prod(weight[1:]))
 
 
 def _flops_of_weight(grad: Any, x: Any, *others: Any, out_shape: Any = None, **options: Any) -> int:
@@ -135,18 +236,14 @@ register_flop_formula(_OF_WEIGHT.overloadpacket)(_flops_of_weight)
 
 
 def grouped_linear_ref(
-    x: Tensor, weight: Tensor, offsets: Tensor, bias: Tensor | None = None
+    x: Tensor,
+    weight: Tensor,
+    offsets: Tensor,
+    bias: Tensor | None = None,
+    *,
+    slots: Tensor | None = None,
+    activation: str | None = None,
+    gated: bool = False,
 ) -> Tensor:
     """Do what grouped_linear does, in float64 and plain torch: its definition, for tests."""
-    ends = offsets.tolist()
-    found = [
-        F.linear(
-            x[begin:end].double(),
-            weight[expert].double(),
-            None if bias is None else bias[expert].double(),
-        )
-        for expert, (begin, end) in enumerate(zip([0, *ends], ends, strict=False))
-    ]
-    last = ends[-1] if ends else 0
-    rest = x.new_zeros(x.shape[0] - last, weight.shape[1], dtype=torch.float64)
-    return torch.cat([*found, rest])
+    return grouped_ref(x, weight, offsets, bias, slots, activation, gated)
