@@ -20,6 +20,7 @@ from deepspeed_ext.moe import register_with_transformers
 NAME = "deepspeed_ext"
 _NEEDS_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 F32, BF16 = torch.float32, torch.bfloat16
+MANY = 300  # tokens, with two choices each: more rows than our own kernels take
 
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=_NEEDS_GPU)])
@@ -124,6 +125,12 @@ def test_few_tokens(layout: str, count: int) -> None:
         assert not found["gate_up_proj"][expert].any()
 
 
+@pytest.mark.parametrize("layout", ["plain", "transposed", "interleaved"])
+def test_many_tokens(layout: str, device: str) -> None:
+    """By torch's products, not by kernels of few rows."""
+    check(experts_of(device, **LAYOUTS[layout]), inputs(MANY, device=device, highest=5), 2e-5)
+
+
 @pytest.mark.parametrize("k", [1, 4])
 def test_one_expert_has_all(k: int) -> None:
     given = inputs(9, k)
@@ -198,7 +205,7 @@ class Recorder(TorchDispatchMode):
 def test_nothing_is_moved_beside_the_products(layout: str, device: str) -> None:
     """No copies, casts, sorts or sums: what is called there and back, in full."""
     experts = experts_of(device, BF16, sizes=(4, 24, 16), **LAYOUTS[layout])
-    given = inputs(40, dtype=BF16, device=device)
+    given = inputs(MANY, dtype=BF16, device=device)
     with Recorder() as forward:
         out = experts(*given)
     assert forward.names() == [
@@ -223,8 +230,9 @@ def test_nothing_is_moved_beside_the_products(layout: str, device: str) -> None:
 
 
 def test_few_rows_are_not_even_copied() -> None:
+    experts, given = experts_of(), inputs()
     with Recorder() as recorder, torch.no_grad():
-        experts_of()(*inputs())
+        experts(*given)
     few = "grouped_linear.few"
     assert recorder.names() == ["moe_assign", few, few, "moe_unpermute"]
 
@@ -266,7 +274,7 @@ def test_can_be_compiled(layout: str, device: str) -> None:
     torch.compiler.reset()
     experts = experts_of(device, **LAYOUTS[layout])
     compiled = torch.compile(experts, fullgraph=True, dynamic=True, backend="aot_eager")
-    for count in (40, 70, 33):
+    for count in (MANY, MANY + 70, MANY + 3):
         given = inputs(count, device=device, highest=5)
         got, want = compiled(*given), experts(*given)
         assert torch.equal(got, want)
