@@ -87,7 +87,10 @@ ROOMS = {  # inside of a package, likewise; its __init__ may import all
         ("timeline",),
     ),
     "moe": (
-        ("arguments", "exchange", "expert_forms", "older_names", "optimizer_groups", "stacks"),
+        (
+            *("arguments", "exchange", "expert_forms", "older_names", "optimizer_groups"),
+            *("stacks", "transformers_models"),
+        ),
         ("experts",),
         ("sending",),
         ("layer", "moe_module"),

@@ -229,3 +229,19 @@ def test_batches_of_the_rival_say_what_the_engine_says():
     assert [row[: some[i].count] for i, row in zip(order, found, strict=True)] == [
         ours[i].tokens for i in order
     ]
+
+
+def test_rivals_compute_what_experts_compute():
+    """The result, and all gradients."""
+    bench = pytest.importorskip("benchmarks.bench_moe_layer")
+    layer = bench.Layer(experts=4, k=2, n=24, inner=16)
+    made = bench.contenders([(10, 24)], "cpu", layer, torch.float32)
+    *rivals, _ = made
+    assert [each.is_ceiling for each in made] == [False, False, False, True]
+    ours, *theirs = [each.run() for each in rivals]
+    assert len(ours) == 5
+    for found in theirs:
+        for got, want in zip(found, ours, strict=True):
+            torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
+    assert bench.MIXTRAL.flops(16_384) == 6 * 3 * 32_768 * 4096 * 14_336
+    assert bench.MIXTRAL.bytes_each(torch.bfloat16) == 140

@@ -4,6 +4,7 @@
   experts: Experts, many copies of one module. exchange: rows on their way to other processes.
 - arguments, sending: what layers have in common. layer: MoE, DeepSpeed's. moe_module: MoeModule,
   Colossal-AI's. older_names: DeepSpeed's state dicts. optimizer_groups: parameters as they are.
+- transformers_models: experts of transformers' models, computed with our ops.
 """
 
 from importlib import import_module
@@ -16,11 +17,13 @@ if TYPE_CHECKING:
     from deepspeed_ext.moe.optimizer_groups import (
         split_params_into_different_moe_groups_for_optimizer,
     )
+    from deepspeed_ext.moe.transformers_models import register_with_transformers
 
 __all__ = [
     "Experts",
     "MoE",
     "MoeModule",
+    "register_with_transformers",
     "split_params_into_different_moe_groups_for_optimizer",
 ]
 
@@ -28,6 +31,7 @@ _HOMES = {
     "Experts": "experts",
     "MoE": "layer",
     "MoeModule": "moe_module",
+    "register_with_transformers": "transformers_models",
     "split_params_into_different_moe_groups_for_optimizer": "optimizer_groups",
 }
 

@@ -123,10 +123,19 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     needs_x, needs_weight, _, needs_bias = ctx.needs_input_grad
     return (
         _OP(grad, weight.transpose(1, 2), offsets, None) if needs_x else None,
-        _OF_WEIGHT(grad, x, offsets) if needs_weight else None,
+        _of_weight(grad, x, weight, offsets) if needs_weight else None,
         None,
         grad_of_bias(grad, offsets) if needs_bias else None,
     )
+
+
+def _of_weight(grad: Tensor, x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
+    """Return the gradient of the weight, laid out as the weight is, or torch would copy it."""
+    if weight.stride(1) < weight.stride(2):
+        transposed: Tensor = _OF_WEIGHT(x, grad, offsets)
+        return transposed.transpose(1, 2)
+    found: Tensor = _OF_WEIGHT(grad, x, offsets)
+    return found
 
 
 def grad_of_bias(grad: Tensor, offsets: Tensor) -> Tensor:
