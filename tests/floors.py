@@ -87,7 +87,7 @@ ROOMS = {  # inside of a package, likewise; its __init__ may import all
         ("timeline",),
     ),
     "moe": (
-        ("exchange", "expert_forms", "older_names", "optimizer_groups", "stacks"),
+        ("arguments", "exchange", "expert_forms", "older_names", "optimizer_groups", "stacks"),
         ("experts",),
         ("sending",),
         ("layer", "moe_module"),
@@ -249,7 +249,7 @@ ROOMS = {  # inside of a package, likewise; its __init__ may import all
     ),
     "compat": (
         (
-            *("fused_optim", "layernorm", "plain_copies"),
+            *("fused_optim", "layernorm", "moe_functions", "plain_copies"),
             *("scaled_masked_softmax", "scaled_upper_triangle_masked_softmax"),
         ),
         (

@@ -2,7 +2,7 @@
 
 - stacks: parameters of many experts in one. expert_forms: experts that are run all at once.
   experts: Experts, many copies of one module. exchange: rows on their way to other processes.
-- sending: what layers have in common. layer: MoE, DeepSpeed's. moe_module: MoeModule,
+- arguments, sending: what layers have in common. layer: MoE, DeepSpeed's. moe_module: MoeModule,
   Colossal-AI's. older_names: DeepSpeed's state dicts. optimizer_groups: parameters as they are.
 """
 

@@ -71,7 +71,8 @@ def _form_of_sequence(expert: nn.Sequential) -> Form | None:
             steps.append(module)
         else:
             return None
-    return Form(steps)
+    # A layer comes first: it has no gradient for rows behind those of experts, whatever is there.
+    return Form(steps) if steps and isinstance(steps[0], str) else None
 
 
 def _form_of_declared(expert: nn.Module, declared: Sequence[str | Function]) -> Form | None:
@@ -122,7 +123,7 @@ def run(form: Form, weights: Sequence[Weights], rows: Tensor, offsets: Tensor) -
         rows = _linear(rows, of[step], offsets) if isinstance(step, str) else step(rows)
         if gated is not None:
             rows, gated = rows * gated, None
-    if form.steps and isinstance(form.steps[-1], str):
+    if isinstance(form.steps[-1], str):
         return rows  # with zeros behind the last offset
     place = torch.arange(len(rows), device=rows.device, dtype=offsets.dtype)
     return rows.masked_fill((place >= offsets[-1])[:, None], 0)

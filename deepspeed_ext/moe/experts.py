@@ -1,7 +1,6 @@
 """Experts: many copies of a module, with their parameters stacked."""
 
 import threading
-from numbers import Integral
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -9,21 +8,15 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from deepspeed_ext.dtensors import is_dtensor
+from deepspeed_ext.moe.arguments import check_whole
 from deepspeed_ext.moe.expert_forms import Weights, can_run, form_of, run
 from deepspeed_ext.moe.stacks import copied, mirror, of_all, slices, stacked, tied
 from deepspeed_ext.ops._kinds import check_kinds
-from deepspeed_ext.torch_internals.modules import (
-    reset_of,
-)
+from deepspeed_ext.torch_internals.modules import STATE_DICT_HOOKS, reset_of
 from deepspeed_ext.torch_internals.tensors import has_gradient_hooks, version_of
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
-
-_UNSEEN_HOOKS = (
-    *("_state_dict_hooks", "_state_dict_pre_hooks"),
-    *("_load_state_dict_pre_hooks", "_load_state_dict_post_hooks"),
-)
 
 
 class Experts(nn.Module):
@@ -39,7 +32,8 @@ class Experts(nn.Module):
     and nobody waits, if the module is known to be no more than linear layers and functions of each
     element, has no hooks, and is of float32, bfloat16 or float16:
 
-    - an nn.Sequential of nn.Linear, activations of torch and Dropout, none of them a subclass;
+    - an nn.Sequential of nn.Linear, the first one too, activations of torch and Dropout, none of
+      them a subclass;
     - a module whose class says of its forward what it is, in its own body: `expert_form =
       ("up", functional.gelu, "down")`, or `("gate", functional.silu, "up", "down")` for
       down(silu(gate(x)) * up(x)). The names are those of its nn.Linear; for the function there may
@@ -244,7 +238,8 @@ class _Lock:
 
 
 def _check(expert: nn.Module, count: int, mesh: "DeviceMesh | None") -> None:
-    check_kinds("Experts", expert=(expert, nn.Module), count=(count, Integral))
+    check_kinds("Experts", expert=(expert, nn.Module))
+    check_whole("Experts", count=count)
     processes = 1
     if mesh is not None:
         if mesh.ndim != 1:
@@ -261,7 +256,7 @@ def _check(expert: nn.Module, count: int, mesh: "DeviceMesh | None") -> None:
         if has_gradient_hooks(tensor):
             raise ValueError(f"Experts: {name} has hooks, expected none: they would see nothing")
     for name, module in expert.named_modules():
-        for hooks in _UNSEEN_HOOKS:
+        for hooks in STATE_DICT_HOOKS:
             if getattr(module, hooks):
                 raise ValueError(
                     f"Experts: {name or 'expert'} has hooks on its state dict, expected none: the"

@@ -1,18 +1,16 @@
 """MoE: a layer of experts, with DeepSpeed's arguments and results."""
 
 import math
-from numbers import Integral
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
+from deepspeed_ext.moe.arguments import check_choices, check_room, check_whole
 from deepspeed_ext.moe.experts import Experts
 from deepspeed_ext.moe.older_names import take_older_names
 from deepspeed_ext.moe.sending import (
     Gate,
-    check_choices,
-    check_room,
     jittered,
     mixed,
     send,
@@ -132,13 +130,13 @@ class MoE(nn.Module):
                 "MoE: enable_expert_tensor_parallelism is True, expected False; share experts out"
                 " over more processes by ep_size"
             )
-        self.num_experts, self.ep_size, self.k = num_experts, ep_size, k
+        self.num_experts, self.ep_size, self.k = int(num_experts), int(ep_size), int(k)
         self.capacity_factor, self.eval_capacity_factor = capacity_factor, eval_capacity_factor
-        self.min_capacity, self.noisy_gate_policy = min_capacity, noisy_gate_policy
+        self.min_capacity, self.noisy_gate_policy = int(min_capacity), noisy_gate_policy
         self.drop_tokens, self.use_rts, self.use_residual = drop_tokens, use_rts, use_residual
         self._mesh = _mesh_of(ep_size, mesh)
         self.experts = Experts(expert, num_experts, self._mesh)
-        self.gate = Gate(hidden_size, num_experts)
+        self.gate = Gate(hidden_size, self.num_experts)
         if use_residual:
             self.mlp = expert
             self.coefficient = nn.Linear(hidden_size, 2)
@@ -228,7 +226,7 @@ def _as_mask(used_token: Tensor, tokens: int) -> Tensor:
 
 def _mesh_of(ep_size: int, mesh: "DeviceMesh | None") -> "DeviceMesh | None":
     """Return the mesh of experts, or None: they are all here."""
-    check_kinds("MoE", ep_size=(ep_size, Integral))
+    check_whole("MoE", ep_size=ep_size)
     if mesh is not None:
         if mesh.size() != ep_size:
             raise ValueError(f"MoE: mesh has {mesh.size()} processes, expected ep_size, {ep_size}")

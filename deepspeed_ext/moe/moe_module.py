@@ -7,11 +7,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from deepspeed_ext.moe.arguments import check_choices, check_room
 from deepspeed_ext.moe.experts import Experts
 from deepspeed_ext.moe.sending import (
     Gate,
-    check_choices,
-    check_room,
     jittered,
     mixed,
     send,
@@ -96,7 +95,8 @@ class MoeModule(nn.Module):
                 f"MoeModule: noisy_policy is {noisy_policy!r}, expected None, 'Jitter' or"
                 " 'Gaussian'"
             )
-        self.num_experts, self.top_k, self.min_capacity = num_experts, top_k, min_capacity
+        self.num_experts, self.top_k = int(num_experts), int(top_k)
+        self.min_capacity = int(min_capacity)
         self.capacity_factor_train = capacity_factor_train
         self.capacity_factor_eval = capacity_factor_eval
         self.noisy_policy, self.drop_tks, self.use_residual = noisy_policy, drop_tks, use_residual

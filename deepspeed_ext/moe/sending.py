@@ -1,7 +1,5 @@
 """What layers of experts have in common: a router, and tokens on their way to experts and back."""
 
-import math
-from numbers import Integral, Real
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,7 +14,6 @@ from deepspeed_ext.ops.moe.routing import Routing
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-_MOST_EXPERTS = 1024  # of moe_route
 _JITTER = 0.01
 
 
@@ -98,32 +95,3 @@ def jittered(values: Tensor) -> Tensor:
     """Return values times random numbers near 1, in float32."""
     factors = torch.empty_like(values, dtype=torch.float32)
     return values * factors.uniform_(1 - _JITTER, 1 + _JITTER)
-
-
-def check_choices(layer: str, *, num_experts: int, **counts: int) -> None:
-    """Refuse numbers of experts and choices that there cannot be.
-
-    Args:
-        layer: what an error calls it.
-        num_experts: of all processes.
-        counts: by the names of arguments; the last one, of choices, is up to num_experts.
-    """
-    counts = {"num_experts": num_experts, **counts}
-    for name, count in counts.items():
-        check_kinds(layer, **{name: (count, Integral)})
-        if count < 1:
-            raise ValueError(f"{layer}: {name} is {count}, expected at least 1")
-    if num_experts > _MOST_EXPERTS:
-        raise ValueError(f"{layer}: num_experts is {num_experts}, expected at most {_MOST_EXPERTS}")
-    name, choices = counts.popitem()
-    if choices > num_experts:
-        raise ValueError(f"{layer}: {name} is {choices}, expected at most {num_experts}, all")
-
-
-def check_room(layer: str, *, min_capacity: int, **factors: float) -> None:
-    """Refuse what no capacity is made of."""
-    check_kinds(layer, min_capacity=(min_capacity, Integral))
-    for name, value in (*factors.items(), ("min_capacity", min_capacity)):
-        check_kinds(layer, **{name: (value, Real)})
-        if not (value >= 0 and math.isfinite(value)):
-            raise ValueError(f"{layer}: {name} is {value}, expected a number from 0")
