@@ -248,7 +248,7 @@ def _counts(
     dtype = _DTYPES.index(rows.dtype) if rows.dtype in _DTYPES else -1
     needs_gradient = int(torch.is_grad_enabled() and rows.requires_grad)
     known = torch.tensor([experts, rows.shape[1], dtype, needs_gradient, rows.shape[0]])
-    said = len(_Said._fields)
+    said = len(known) + 2
     here = counts.new_zeros(processes, said + _MOST_EXPERTS // processes)
     here[:, : len(known)] = known.to(here.device, non_blocking=True)
     here[:, said - 2] = counts.min()
