@@ -151,18 +151,17 @@ class Taker:
         wide = (of.intermediate,) * (2 if of.gated else 1)
         has_experts = of.experts is not None and of.experts.layers[i]
         of_norms = parts[:2] if of.whole_norms else (of.head_dim, of.head_dim)
-        dense = None, None
+        up = down = None
         qkv = take.linear(at, names.qkv, parts, of.hidden, qkv_bias, self._policy.qkv_by_head)
         out = take.linear(at, (names.out,), (of.hidden,), parts[0], out_bias)
         if not has_experts:
-            dense = (
-                take.linear(at, names.up, wide, of.hidden, mlp_bias),
-                take.linear(at, (names.down,), (of.hidden,), of.intermediate, mlp_bias),
-            )
+            up = take.linear(at, names.up, wide, of.hidden, mlp_bias)
+            down = take.linear(at, (names.down,), (of.hidden,), of.intermediate, mlp_bias)
         return Layer(
             qkv,
             out,
-            *dense,
+            up,
+            down,
             self._norm(at, names.attention_norm, of.hidden),
             self._norm(at, names.mlp_norm, of.hidden),
             self._norm(at, names.attention_post_norm, of.hidden),

@@ -149,10 +149,10 @@ def with_input_format(weights: Weights, input_format: str) -> Weights:
     """
 
     def changed(value: Any) -> Any:
+        if isinstance(value, Linear) and isinstance(value.weight, Stack):
+            return replace(value, weight=Stack(tuple(map(changed, value.weight.parts))))
         if isinstance(value, Linear | ExpertLinear):
             weight = value.weight
-            if isinstance(weight, Stack):
-                return replace(value, weight=Stack(tuple(map(changed, weight.parts))))
             if not isinstance(weight, PackedWeight):
                 return value
             make_layout(_OP, weight.format, weight.shape, None, input_format=input_format)
