@@ -256,6 +256,7 @@ class _Loading:
         reading = 0
         if source.folder is not None:
             reading = reading_bytes(source.folder.shards, self._asked)
+        reading += max((q.largest_floats for q in quantizers if q is not None), default=0)
         if not self.of.causal:  # what it works with depends on its calls
             return MemoryBudget(bytes_of(weights), 0, reading)
         check_positions(self.of, weights.positions, self.max_tokens)

@@ -184,10 +184,10 @@ class Decoder:
         fuses = weights.project_out is None and weights.head.fuses_norms
         last_norm = weights.final_norm if fuses else None
         state = self._after_layers(x, cache, slots, None, None, last_norm)
-        if state.normed is not None:
-            x, squares, eps = state.normed
-            return self._capped(weights.head(Undivided(x[:, 0], squares[:, 0], eps)))
-        return self.logits(state.total[:, 0])
+        h, _ = self._norm_of_state(state, weights.final_norm)
+        if isinstance(h, Undivided):
+            return self._capped(weights.head(Undivided(h.x[:, 0], h.squares[:, 0], h.eps)))
+        return self._head(h[:, 0])
 
     def _after_layers(
         self,
@@ -218,11 +218,14 @@ class Decoder:
         Returns:
             (..., vocabulary).
         """
-        assert self.weights.head is not None
-        x = self._normed(hidden, self.weights.final_norm)
-        if self.weights.project_out is not None:
-            x = self.weights.project_out(x)
-        return self._capped(self.weights.head(x))
+        return self._head(self._normed(hidden, self.weights.final_norm))
+
+    def _head(self, x: Tensor) -> Tensor:
+        """Return the logits that belong to last hidden states after the last norm."""
+        weights = self.weights
+        assert weights.head is not None
+        x = x if weights.project_out is None else weights.project_out(x)
+        return self._capped(weights.head(x))
 
     def _capped(self, out: Tensor) -> Tensor:
         softcap = self.of.logit_softcap

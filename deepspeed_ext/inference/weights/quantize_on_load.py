@@ -99,6 +99,11 @@ class Quantizer:
         self.done.append(Done(made, layout, weight.nbytes, id(weight), errors))
         return made
 
+    @property
+    def largest_floats(self) -> int:
+        """The bytes of the largest weight that was quantized, which is there beside its codes."""
+        return max((done.bytes_before for done in self.done), default=0)
+
     def _layout_of(self, shape: tuple[int, int]) -> WeightLayout:
         return make_layout(
             _OP, self.format, shape, self._group_size, input_format=self._input_format
