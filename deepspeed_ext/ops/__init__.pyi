@@ -54,6 +54,10 @@ from deepspeed_ext.ops.linear.grouped_linear import (
     grouped_linear as grouped_linear,
     grouped_linear_ref as grouped_linear_ref,
 )
+from deepspeed_ext.ops.linear.grouped_quantized_linear import (
+    grouped_quantized_linear as grouped_quantized_linear,
+    grouped_quantized_linear_ref as grouped_quantized_linear_ref,
+)
 from deepspeed_ext.ops.linear.norms_around import (
     NextNorm as NextNorm,
     Undivided as Undivided,

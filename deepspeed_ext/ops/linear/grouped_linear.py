@@ -3,11 +3,11 @@
 import math
 from typing import Any
 
-import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
+from deepspeed_ext.ops._activations import number_of
+from deepspeed_ext.ops._kinds import check_kinds
 from deepspeed_ext.ops._library import define
 from deepspeed_ext.ops.linear.grouped_products import (
     outer_products_cpu,
@@ -15,22 +15,31 @@ from deepspeed_ext.ops.linear.grouped_products import (
     products_cpu,
     products_cuda,
 )
+from deepspeed_ext.ops.linear.grouped_rows import activated, check_options, grouped_ref, permuted
 
 
 def grouped_linear(
-    x: Tensor, weight: Tensor, offsets: Tensor, bias: Tensor | None = None
+    x: Tensor,
+    weight: Tensor,
+    offsets: Tensor,
+    bias: Tensor | None = None,
+    *,
+    slots: Tensor | None = None,
+    activation: str | None = None,
+    gated: bool = False,
 ) -> Tensor:
-    """Return x @ w.T + b for each row of x, where w and b are those of the row's expert.
+    """Return activation(x @ w.T + b) for each row of x, where w and b are those of its expert.
 
     Rows are in the order of their experts: those of expert e end before row offsets[e], and begin
     where those of the expert before it end. Any expert may have none. Rows behind the last offset
     belong to no expert: their results are 0, whatever is in them, and they have no gradient, nor
-    has an expert without rows: its gradients are 0.
+    has an expert without rows: its gradients are 0. With `slots` x has tokens, and its rows are
+    what ``moe_permute`` makes of them: a copy of each token for each of its experts.
 
     The same arguments give the same bits, in gradients too; nothing is promised of a row among
-    others. Gradients have gradients. Under autocast nothing is cast: dtypes that differ are
-    refused, so cast them to one. The host never waits for CUDA, not for the offsets either, and no
-    sizes depend on them: calls can be captured in a graph, and compiled into one.
+    others. Without an activation gradients have gradients. Under autocast nothing is cast: dtypes
+    that differ are refused, so cast them to one. The host never waits for CUDA, not for the offsets
+    either, and no sizes depend on them: calls can be captured in a graph, and compiled into one.
 
     Torch multiplies. On CUDA in bfloat16, with compute capability 9 or 10 and up to 1,023 experts,
     that is `torch.nn.functional.grouped_mm`; rows that are no multiple of 16 bytes are copied for
@@ -40,21 +49,34 @@ def grouped_linear(
     each expert's rows are multiplied in turn, and nothing is copied.
 
     Args:
-        x: (rows, k), float32, bfloat16 or float16.
-        weight: (experts, n, k), of the dtype of x, in any layout.
+        x: (rows, k), float32, bfloat16 or float16. With slots (..., k), the shape of the routing's
+            tokens and k.
+        weight: (experts, n, k), with `gated` (experts, 2 n, k), of the dtype of x, in any layout.
         offsets: (experts,), int32: the end of each expert's rows, as `F.grouped_mm` takes them. No
             less than the one before it, and at most as many as there are rows: on the CPU others
             are refused, on CUDA they are not looked at, and results are then undefined.
-        bias: None, or (experts, n), of the dtype of x. On CUDA it is added to products that are
-            rounded already.
+        bias: None, or (experts, n), with `gated` (experts, 2 n), of the dtype of x. On CUDA it is
+            added to products that are rounded already.
+        slots: None, or those of a routing, (..., choices), int64: the row of each choice of each
+            token, or -1, as ``moe_permute`` reads them.
+        activation: None, or one that ``bias_activation`` knows.
+        gated: whether each weight has the rows of a gate first, then those of what it gates; needs
+            an activation.
 
     Returns:
-        (rows, n), contiguous, of the dtype of x.
+        (rows, n), contiguous, of the dtype of x; with slots as many rows as slots has elements.
 
-    See: ``grouped_linear_ref`` is the same in float64.
+    See: ``moe_route`` for slots and offsets. ``grouped_linear_ref`` is the same in float64.
     """
-    out: Tensor = _OP(x, weight, offsets, bias)
-    return out
+    check_kinds("grouped_linear", x=(x, Tensor), weight=(weight, Tensor))
+    if slots is not None:
+        check_kinds("grouped_linear", slots=(slots, Tensor), offsets=(offsets, Tensor))
+    if activation is not None:
+        number_of("grouped_linear", activation)
+    n = weight.shape[1] if weight.dim() == 3 else 0  # what is wrong with it the op says
+    check_options("grouped_linear", x, slots, activation, gated, n)
+    out: Tensor = _OP(permuted(x, slots, offsets), weight, offsets, bias)
+    return activated(out, activation, gated)
 
 
 def _fake(x: Tensor, weight: Tensor, offsets: Tensor, bias: Tensor | None) -> Tensor:
@@ -69,13 +91,18 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     """Return the gradients; bias is a weight for what is always 1."""
     x, weight, offsets = ctx.saved_tensors
     needs_x, needs_weight, _, needs_bias = ctx.needs_input_grad
-    ones = grad.new_ones(grad.shape[0], 1) if needs_bias else None
     return (
         _OP(grad, weight.transpose(1, 2), offsets, None) if needs_x else None,
         _OF_WEIGHT(grad, x, offsets) if needs_weight else None,
         None,
-        None if ones is None else _OF_WEIGHT(grad, ones, offsets).squeeze(2),
+        grad_of_bias(grad, offsets) if needs_bias else None,
     )
+
+
+def grad_of_bias(grad: Tensor, offsets: Tensor) -> Tensor:
+    """Return the sums of each expert's rows."""
+    out: Tensor = _OF_WEIGHT(grad, grad.new_ones(grad.shape[0], 1), offsets)
+    return out.squeeze(2)
 
 
 def _fake_of_weight(grad: Tensor, x: Tensor, offsets: Tensor) -> Tensor:
@@ -126,18 +153,14 @@ register_flop_formula(_OF_WEIGHT.overloadpacket)(_flops_of_weight)
 
 
 def grouped_linear_ref(
-    x: Tensor, weight: Tensor, offsets: Tensor, bias: Tensor | None = None
+    x: Tensor,
+    weight: Tensor,
+    offsets: Tensor,
+    bias: Tensor | None = None,
+    *,
+    slots: Tensor | None = None,
+    activation: str | None = None,
+    gated: bool = False,
 ) -> Tensor:
     """Do what grouped_linear does, in float64 and plain torch: its definition, for tests."""
-    ends = offsets.tolist()
-    found = [
-        F.linear(
-            x[begin:end].double(),
-            weight[expert].double(),
-            None if bias is None else bias[expert].double(),
-        )
-        for expert, (begin, end) in enumerate(zip([0, *ends], ends, strict=False))
-    ]
-    last = ends[-1] if ends else 0
-    rest = x.new_zeros(x.shape[0] - last, weight.shape[1], dtype=torch.float64)
-    return torch.cat([*found, rest])
+    return grouped_ref(x, weight, offsets, bias, slots, activation, gated)

@@ -25,7 +25,7 @@ def products_cpu(x: Tensor, weight: Tensor, offsets: Tensor, bias: Tensor | None
     _check(x, weight, offsets, bias)
     out = x.new_zeros(x.shape[0], weight.shape[1])
     with without_autocast(x):
-        for expert, rows in _parts(offsets, x.shape[0]):
+        for expert, rows in parts(offsets, x.shape[0]):
             columns = weight[expert].t()
             if bias is None:
                 torch.mm(x[rows], columns, out=out[rows])
@@ -60,7 +60,7 @@ def outer_products_cpu(grad: Tensor, x: Tensor, offsets: Tensor) -> Tensor:
     _check_outer(grad, x, offsets)
     out = x.new_zeros(offsets.shape[0], grad.shape[1], x.shape[1])
     with without_autocast(x):
-        for expert, rows in _parts(offsets, x.shape[0]):
+        for expert, rows in parts(offsets, x.shape[0]):
             torch.mm(grad[rows].t(), x[rows], out=out[expert])
     return out
 
@@ -77,7 +77,7 @@ def outer_products_cuda(grad: Tensor, x: Tensor, offsets: Tensor) -> Tensor:
         return _outer_products_of_blocks(grad, x, offsets)
 
 
-def _parts(offsets: Tensor, rows: int) -> Iterator[tuple[int, slice]]:
+def parts(offsets: Tensor, rows: int, op: str = _NAME) -> Iterator[tuple[int, slice]]:
     """Yield every expert that has rows, and which they are.
 
     Raises:
@@ -88,7 +88,7 @@ def _parts(offsets: Tensor, rows: int) -> Iterator[tuple[int, slice]]:
     for expert, end in enumerate(ends):
         if not begin <= end <= rows:
             raise ValueError(
-                f"{_NAME}: offsets[{expert}] is {end}, expected a number from {begin} to {rows}"
+                f"{op}: offsets[{expert}] is {end}, expected a number from {begin} to {rows}"
             )
         if begin < end:
             yield expert, slice(begin, end)
@@ -194,7 +194,7 @@ def _outer_products_of_blocks(grad: Tensor, x: Tensor, offsets: Tensor) -> Tenso
 
 def _check(x: Tensor, weight: Tensor, offsets: Tensor, bias: Tensor | None) -> None:
     """Refuse what torch would broadcast, promote or not name."""
-    _check_rows("x", x)
+    check_rows("x", x)
     if weight.dim() != 3 or weight.shape[2] != x.shape[1]:
         raise ValueError(
             f"{_NAME}: weight has shape {list(weight.shape)}, expected three dimensions, the"
@@ -210,19 +210,20 @@ def _check(x: Tensor, weight: Tensor, offsets: Tensor, bias: Tensor | None) -> N
 
 def _check_outer(grad: Tensor, x: Tensor, offsets: Tensor) -> None:
     """Do so for what backward is called with, which is wrong only if the op is called by itself."""
-    _check_rows("x", x)
-    _check_rows("grad", grad)
+    check_rows("x", x)
+    check_rows("grad", grad)
     check_like(_NAME, "grad", grad, x, (x.shape[0], grad.shape[1]), x.dtype)
     check_like(_NAME, "offsets", offsets, x, (offsets.numel(),), torch.int32)
     _check_memory(grad=grad, x=x, offsets=offsets)
 
 
-def _check_rows(name: str, rows: Tensor) -> None:
+def check_rows(name: str, rows: Tensor, op: str = _NAME) -> None:
+    """Refuse rows that do not lie in two dimensions, or are no floats."""
     if rows.dim() != 2:
-        raise ValueError(f"{_NAME}: {name} has shape {list(rows.shape)}, expected two dimensions")
+        raise ValueError(f"{op}: {name} has shape {list(rows.shape)}, expected two dimensions")
     if rows.dtype not in DTYPES:
         raise ValueError(
-            f"{_NAME}: {name} is {named(rows.dtype)}, expected float32, bfloat16 or float16"
+            f"{op}: {name} is {named(rows.dtype)}, expected float32, bfloat16 or float16"
         )
 
 

@@ -115,9 +115,9 @@ def quantized_linear(
     if type(x) is not Tensor or type(weight) is not PackedWeight:
         rows = x.x if isinstance(x, Undivided) else x
         check_kinds("quantized_linear", x=(rows, Tensor), weight=(weight, PackedWeight))
-    numbers = _numbers(weight, activation, gated, input_format)
+    numbers = numbers_of("quantized_linear", weight, activation, gated, input_format)
     ops = _OPS[FORMATS[numbers["format"]].bits]
-    _check_length("quantized_linear", x, weight)
+    check_length("quantized_linear", x, weight)
     if isinstance(x, Undivided):
         return ops.between_norms(x, weight[:3], bias, residual, None, **numbers)[0]
     if are_few(x):
@@ -167,39 +167,35 @@ def quantized_linear_norm(
     """
     if older:
         refuse_renamed("quantized_linear_norm", older)
-    numbers = _numbers(weight, activation, False, input_format)
-    _check_length("quantized_linear_norm", x, weight)
+    numbers = numbers_of("quantized_linear", weight, activation, False, input_format)
+    check_length("quantized_linear_norm", x, weight)
     ops = _OPS[FORMATS[numbers["format"]].bits]
     out, scaled, squares = ops.between_norms(x, weight[:3], bias, residual, norm, **numbers)
     return out, Undivided(scaled, squares, norm.eps)
 
 
-def _numbers(
-    weight: PackedWeight, activation: str | None, gated: bool, input_format: str | None
+def numbers_of(
+    op: str, weight: PackedWeight, activation: str | None, gated: bool, input_format: str | None
 ) -> dict[str, Any]:
     """Return the options of a call as the ops take them."""
-    number = number_of("quantized_linear", weight.format)
+    number = number_of(op, weight.format)
     if input_format not in (None, "int8"):
-        raise ValueError(
-            f"quantized_linear: input_format is {input_format!r}, expected None or 'int8'"
-        )
+        raise ValueError(f"{op}: input_format is {input_format!r}, expected None or 'int8'")
     if input_format is not None and weight.format == "nf4":
         raise ValueError(
-            f"quantized_linear: input_format is {input_format!r}, expected None with nf4, whose"
-            " levels are no integers"
+            f"{op}: input_format is {input_format!r}, expected None with nf4, whose levels are no"
+            " integers"
         )
     return {
         "format": number,
         "group_size": weight.group_size,
-        "activation": (
-            None if activation is None else _activations.number_of("quantized_linear", activation)
-        ),
+        "activation": None if activation is None else _activations.number_of(op, activation),
         "gated": gated,
         "integer": input_format is not None,
     }
 
 
-def _check_length(op: str, x: Tensor | Undivided, weight: PackedWeight) -> None:
+def check_length(op: str, x: Tensor | Undivided, weight: PackedWeight) -> None:
     """Refuse rows of another length, which the ops would take for that of the weight.
 
     They cannot tell: the bytes of a row of codes are padded.
@@ -307,7 +303,7 @@ def quantized_linear_ref(
 ) -> Tensor:
     """Do what quantized_linear does, in float64 and plain torch: its definition, for tests."""
     if input_format is not None:
-        x = x._replace(x=_rounded_rows(x.x)) if isinstance(x, Undivided) else _rounded_rows(x)
+        x = x._replace(x=rounded_rows(x.x)) if isinstance(x, Undivided) else rounded_rows(x)
     floats = unpack_weight_ref(weight)
     return linear_ref(divided_ref(x), floats, bias, activation, gated, residual)
 
@@ -329,7 +325,7 @@ def quantized_linear_norm_ref(
     return out, next_norm_ref(out, norm)
 
 
-def _rounded_rows(x: Tensor) -> Tensor:
+def rounded_rows(x: Tensor) -> Tensor:
     """Return x as 8-bit codes times a scale for each row stand for it, as float64."""
     largest = F.pad(x.float().abs(), (0, 1)).amax(-1, keepdim=True)  # of nothing: 0
     scale = (largest / 127).clamp_min(LEAST_SCALE).double()

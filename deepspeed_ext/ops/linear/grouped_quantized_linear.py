@@ -1,0 +1,139 @@
+"""Linear layers of experts with quantized weights."""
+
+import math
+from typing import Any
+
+from torch import Tensor
+from torch.utils.flop_counter import register_flop_formula
+
+from deepspeed_ext.ops._kinds import check_kinds
+from deepspeed_ext.ops._library import define, refuse_gradients
+from deepspeed_ext.ops.linear.grouped_linear import grad_of_bias
+from deepspeed_ext.ops.linear.grouped_quantized_products import products_cpu, products_cuda
+from deepspeed_ext.ops.linear.grouped_rows import activated, check_options, grouped_ref, permuted
+from deepspeed_ext.ops.linear.quantized_linear import check_length, numbers_of, rounded_rows
+from deepspeed_ext.ops.quantization.fake_quantize import fake_quantize
+from deepspeed_ext.ops.quantization.packed_weight import PackedWeight, unpack_weight_ref
+
+_NAME = "grouped_quantized_linear"
+
+
+def grouped_quantized_linear(
+    x: Tensor,
+    weight: PackedWeight,
+    offsets: Tensor,
+    bias: Tensor | None = None,
+    *,
+    slots: Tensor | None = None,
+    activation: str | None = None,
+    gated: bool = False,
+    input_format: str | None = None,
+) -> Tensor:
+    """Return activation(x @ w.T + b) for each row, w being what its expert's codes stand for.
+
+    As ``grouped_linear`` does, with a weight of codes: with its rows, slots, zeros and promises.
+    Floats are made of the weight for as long as a call takes; on the CPU of one expert at a time,
+    of those that have rows. There are gradients of x and bias; floats of the weight are made anew
+    for that of x, and that of the rounding of x is taken as 1.
+
+    Args:
+        x: (rows, length), float32, bfloat16 or float16. With slots (..., length).
+        weight: of ``pack_weight``, for experts * n rows, with `gated` experts * 2 n: the rows of
+            one expert after the other.
+        offsets: (experts,), int32: the end of each expert's rows, as of ``grouped_linear``.
+        bias: None, or (experts, n), with `gated` (experts, 2 n), of the dtype of x.
+        slots: None, or those of a routing, (..., choices), as of ``grouped_linear``.
+        activation: None, or one that ``bias_activation`` knows.
+        gated: whether each expert has the rows of a gate first, then those of what it gates; needs
+            an activation.
+        input_format: None: codes and x are multiplied as floats. "int8": each row of x is rounded
+            to 8-bit codes with a scale of its own, as by ``quantize``; not nf4.
+
+    Returns:
+        (rows, n), contiguous, of the dtype of x; with slots as many rows as slots has elements.
+
+    Raises:
+        RuntimeError: the gradient of scales or offsets of the weight is wanted.
+
+    See: ``quantized_linear``. ``grouped_quantized_linear_ref`` is the same in float64.
+    """
+    check_kinds(_NAME, x=(x, Tensor), weight=(weight, PackedWeight), offsets=(offsets, Tensor))
+    numbers = numbers_of(_NAME, weight, activation, gated, input_format)
+    check_length(_NAME, x, weight)
+    check_options(_NAME, x, slots, activation, gated, len(weight.codes) // max(1, len(offsets)))
+    refuse_gradients(_NAME, {"scales": weight.scales, "offsets": weight.offsets})
+    factors = x if input_format is None else fake_quantize(x)
+    out: Tensor = _PRODUCTS(
+        *(permuted(factors, slots, offsets), *weight[:3], offsets, bias),
+        format=numbers["format"],
+        group_size=weight.group_size,
+        length=weight.length,
+        transposed=False,
+    )
+    return activated(out, activation, gated)
+
+
+def _fake(
+    x: Tensor,
+    codes: Tensor,
+    scales: Tensor,
+    weight_offsets: Tensor | None,
+    offsets: Tensor,
+    bias: Tensor | None,
+    **options: Any,
+) -> Tensor:
+    n = codes.shape[0] // max(1, offsets.shape[0])
+    return x.new_empty(x.shape[0], options["length"] if options["transposed"] else n)
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], keyword_only_inputs: Any, output: Tensor) -> None:
+    ctx.save_for_backward(*inputs[1:5])
+    ctx.options = dict(keyword_only_inputs)
+
+
+def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    *weight, offsets = ctx.saved_tensors
+    needs_x, *_, needs_bias = ctx.needs_input_grad
+    options = ctx.options | dict(transposed=not ctx.options["transposed"])
+    return (
+        _PRODUCTS(grad, *weight, offsets, None, **options) if needs_x else None,
+        *[None] * 4,
+        grad_of_bias(grad, offsets) if needs_bias else None,
+    )
+
+
+# Of any number of rows. Floats of the weight are made within, so no compiler keeps them.
+_PRODUCTS = define(
+    f"{_NAME}.floats(Tensor x, Tensor codes, Tensor scales, Tensor? weight_offsets, Tensor offsets,"
+    " Tensor? bias, *, int format, int group_size, SymInt length, bool transposed) -> Tensor",
+    {"cpu": products_cpu, "cuda": products_cuda},
+    fake=_fake,
+    backward=_backward,
+    setup_context=_save,
+    without_gradient=("scales", "weight_offsets"),
+)
+
+
+def _flops(x: Any, codes: Any, *others: Any, out_shape: Any = None, **options: Any) -> int:
+    return int(2 * math.prod(x) * out_shape[-1])
+
+
+register_flop_formula(_PRODUCTS.overloadpacket)(_flops)
+
+
+def grouped_quantized_linear_ref(
+    x: Tensor,
+    weight: PackedWeight,
+    offsets: Tensor,
+    bias: Tensor | None = None,
+    *,
+    slots: Tensor | None = None,
+    activation: str | None = None,
+    gated: bool = False,
+    input_format: str | None = None,
+) -> Tensor:
+    """Do what grouped_quantized_linear does, in float64 and plain torch: its definition."""
+    factors = x if input_format is None else rounded_rows(x)
+    floats = unpack_weight_ref(weight)
+    of_experts = floats.view(offsets.shape[0], -1, weight.length)
+    return grouped_ref(factors, of_experts, offsets, bias, slots, activation, gated)
