@@ -1,6 +1,7 @@
 """The weights of experts, of which each row of hidden states is multiplied with some."""
 
 from dataclasses import dataclass
+from typing import TypedDict
 
 from torch import Tensor
 
@@ -8,13 +9,17 @@ from deepspeed_ext.inference.weights.linear import Linear
 from deepspeed_ext.ops import (
     PackedWeight,
     Routing,
-    bias_activation,
-    gated_activation,
     grouped_linear,
-    moe_permute,
-    unpack_weight,
+    grouped_quantized_linear,
 )
-from deepspeed_ext.ops.quantization.fake_quantize import fake_quantize
+
+
+class _Options(TypedDict):
+    """Where rows come from, and what is done to products on the way."""
+
+    slots: Tensor | None
+    activation: str | None
+    gated: bool
 
 
 @dataclass(frozen=True)
@@ -48,16 +53,14 @@ class ExpertLinear:
             x: such rows, or with of_tokens the tokens themselves, of which each choice has one.
         """
         x = x if self.order is None else x.index_select(-1, self.order)
-        x = moe_permute(x, routing) if of_tokens else x
-        weight = self.weight
-        if isinstance(weight, PackedWeight):
-            x = x if self.input_format is None else fake_quantize(x)
-            floats = unpack_weight(weight, x.dtype)
-            weight = floats.view(len(routing.offsets), -1, weight.length)
-        out = grouped_linear(x, weight, routing.offsets, self.bias)
-        if gated:
-            return gated_activation(out, activation=activation or "silu")
-        return out if activation is None else bias_activation(out, activation=activation)
+        options: _Options = dict(
+            slots=routing.slots if of_tokens else None, activation=activation, gated=gated
+        )
+        if isinstance(self.weight, PackedWeight):
+            kind = self.input_format
+            where = routing.offsets, self.bias
+            return grouped_quantized_linear(x, self.weight, *where, **options, input_format=kind)
+        return grouped_linear(x, self.weight, routing.offsets, self.bias, **options)
 
 
 @dataclass(frozen=True)
