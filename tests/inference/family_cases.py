@@ -17,6 +17,7 @@ from deepspeed_ext.inference.model.policy import Config
 from deepspeed_ext.inference.weights.loader import Taker
 
 VOCABULARY = 97
+EXPERTS = 6
 _COMMON = dict(
     vocab_size=VOCABULARY,
     hidden_size=64,
@@ -25,7 +26,7 @@ _COMMON = dict(
     max_position_embeddings=256,
 )
 _GROUPED = _COMMON | dict(num_key_value_heads=2, intermediate_size=96)
-_EXPERTS = _GROUPED | dict(num_experts=7, num_experts_per_tok=3, moe_intermediate_size=40)
+_EXPERTS = _GROUPED | dict(num_experts=EXPERTS, num_experts_per_tok=3, moe_intermediate_size=40)
 _GEMMA = _GROUPED | dict(
     hidden_size=60,  # of which the root is no number of 16 bits
     head_dim=24,
@@ -96,7 +97,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "Bloom",
         dict(vocab_size=VOCABULARY, hidden_size=66, n_layer=3, n_head=6),
     ),
-    "mixtral": ("Mixtral", _GROUPED | dict(num_local_experts=6, sliding_window=16)),
+    "mixtral": ("Mixtral", _GROUPED | dict(num_local_experts=EXPERTS, sliding_window=16)),
     "qwen2_moe": (
         "Qwen2Moe",
         _EXPERTS
@@ -117,7 +118,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "GptOss",
         _GROUPED
         | dict(
-            num_local_experts=5,
+            num_local_experts=EXPERTS,
             num_experts_per_tok=3,
             head_dim=24,
             sliding_window=16,
