@@ -28,7 +28,9 @@ class FunctionalOp:
         sanitizer: the program of tests/csrc that tries the kernels under the sanitizers.
         benchmark: benchmarks/bench_<benchmark>.py measures it.
         ops: sources of ops without kernels of their own, without _ops.
+        more_cpu: sources of kernels for the CPU alone, without _cpu.
         more_cuda: sources of kernels for CUDA alone, without _cuda.
+        on_cuda: whether there are kernels for CUDA.
         defines: macros for all sources; so some serve several libraries.
         self_checks: the module below deepspeed_ext.ops that has the self-check.
     """
@@ -40,11 +42,13 @@ class FunctionalOp:
     sanitizer: str
     benchmark: str
     ops: tuple[str, ...] = ()
+    more_cpu: tuple[str, ...] = ()
     more_cuda: tuple[str, ...] = ()
+    on_cuda: bool = True
     defines: tuple[tuple[str, str], ...] = ()
     self_checks: str = "self_checks"
 
-    def libraries(self) -> tuple[OpSpec, OpSpec]:
+    def libraries(self) -> tuple[OpSpec, ...]:
         """Return the libraries, for the CPU and for CUDA."""
         stems, ops, defines = self.kernels, self.ops, self.defines
         if stems == "elementwise":
@@ -53,14 +57,15 @@ class FunctionalOp:
         else:
             ops = (*stems, *ops)
         of_ops = [f"{op}_ops.cpp" for op in ops]
-        return _both(
+        both = _both(
             self.name,
-            [*of_ops, *(f"{stem}_cpu.cpp" for stem in stems), _ISA],
+            [*of_ops, *(f"{stem}_cpu.cpp" for stem in (*stems, *self.more_cpu)), _ISA],
             [*(f"{stem}_cuda.cu" for stem in (*stems, *self.more_cuda)), *of_ops],
             defines=defines,
             self_check=f"deepspeed_ext.ops.{self.self_checks}:{self.name}",
             modules=self.modules,
         )
+        return both if self.on_cuda else both[:1]
 
 
 @dataclass(frozen=True)
@@ -184,6 +189,22 @@ def _quantized_linear(bits: int) -> FunctionalOp:
     )
 
 
+def _grouped_quantized_linear(bits: int) -> FunctionalOp:
+    """Return the same with a weight for each expert."""
+    return FunctionalOp(
+        f"grouped_quantized_linear_w{bits}",
+        modules=("linear.grouped_quantized_linear",),
+        kernels=("linear/grouped_quantized",),
+        more_cpu=("linear/quantized_linear",),
+        on_cuda=False,
+        defines=(("DSX_BITS", str(bits)),),
+        bits="row",
+        sanitizer=f"quantized_linear_w{bits}",
+        benchmark="grouped_linear",
+        self_checks="linear.self_checks",
+    )
+
+
 ROWS: tuple[StepOp | FunctionalOp, ...] = (
     StepOp("adam", "Adam"),
     StepOp("lion", "Lion"),
@@ -262,6 +283,19 @@ ROWS: tuple[StepOp | FunctionalOp, ...] = (
     ),
     _quantized_linear(4),
     _quantized_linear(8),
+    FunctionalOp(
+        "grouped_linear",
+        modules=("linear.grouped_linear",),
+        kernels=("linear/grouped_linear",),
+        more_cpu=("linear/skinny_linear",),
+        on_cuda=False,
+        bits="row",
+        sanitizer="skinny_linear",
+        benchmark="grouped_linear",
+        self_checks="linear.self_checks",
+    ),
+    _grouped_quantized_linear(4),
+    _grouped_quantized_linear(8),
     FunctionalOp(
         "quantizer",
         modules=(

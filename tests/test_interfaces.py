@@ -56,8 +56,6 @@ def test_the_names_that_libraries_share_are_all_there():
     of_no_library |= {"decode_blocks", "encode_blocks", "join_float32", "split_float32"}
     of_no_library |= {name for name in ops.__all__ if name.startswith("rope_frequencies")}
     of_no_library |= {"rope_scale_yarn", "NextNorm", "Undivided"}
-    of_no_library |= {"grouped_linear", "grouped_linear_ref"}
-    of_no_library |= {"grouped_quantized_linear", "grouped_quantized_linear_ref"}
     older = {"CPUAdamOptimizer", "multi_tensor_adam"}
     assert given == {*ops.__all__, *io.__all__} - of_no_library | older
 

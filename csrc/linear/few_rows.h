@@ -19,9 +19,10 @@ struct FewRows {
   bool gated;       // only if activated: the weight has the rows of gates, then what they gate
   Activation activation;
   Rows x;
-  Rows bias;      // one row, with an element for each row of the weight; absent: zeros
-  Rows residual;  // absent: zeros
-  Rows out;       // written
+  Rows bias;              // one row, with an element for each row of the weight; absent: zeros
+  Rows residual;          // absent: zeros
+  Rows out;               // written
+  const int64_t* x_rows;  // on the CPU: which row of x each one is; null: as they lie
 
   // An RMS norm before the layer, of which x has all but the division: what is to be normalized
   // times the norm's weight. The sums take that division.
@@ -35,6 +36,10 @@ struct FewRows {
   Rows scaled;          // out times both, written
   Rows out_squares;     // float32, [rows, columns / kSquared]: sums of squares of out, written
 
+  template <class T>
+  Pointer<T> row_of_x(int64_t i) const {
+    return x.row<T>(x_rows == nullptr ? i : x_rows[i]);
+  }
   DSX_HOST_DEVICE int64_t weight_rows() const { return gated ? 2 * columns : columns; }
 };
 

@@ -38,7 +38,7 @@ class FactorsOfX {
         float natural[kUnit] = {};
         const int64_t left = count - u * kUnit;
         if (first + r < call.rows) {
-          const Pointer<Any> source = call.x.row<Any>(first + r) + (k + u * kUnit);
+          const Pointer<Any> source = call.row_of_x<Any>(first + r) + (k + u * kUnit);
           load_unit(source, left < kUnit ? left : kUnit, natural);
         }
         place(u, r, natural, in_order);

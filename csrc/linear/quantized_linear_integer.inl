@@ -12,7 +12,7 @@ struct RowGrid {
 };
 
 inline RowGrid grid_of_row(const QuantizedLinear& call, int64_t row) {
-  const Pointer<Any> source = call.x.row<Any>(row);
+  const Pointer<Any> source = call.row_of_x<Any>(row);
   Ints largest(0u);
   for_each_vector(0, call.length, [&](int64_t i, int lanes) {
     largest = max(largest, magnitude_of(bits_of(Vec::load(source + i, lanes))));
@@ -142,7 +142,7 @@ class CodesOfX {
     for (int r = 0; r < kRows && first_ + r < call.rows; ++r) {
       const Grid& grid = grids[first_ + r].grid;
       float natural[kUnit], ordered[kUnit];
-      load_unit(call.x.row<Any>(first_ + r) + at * kUnit, count, natural);
+      load_unit(call.row_of_x<Any>(first_ + r) + at * kUnit, count, natural);
       put_in_order(natural, ordered, kLanes);
       for (int p = 0; p < kParts; ++p) {
         for (int h = 0; h < kHalves; ++h) {

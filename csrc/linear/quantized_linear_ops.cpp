@@ -2,6 +2,7 @@
 // this is compiled for. The schemas are in deepspeed_ext/ops/quantization/.
 #include "common/torch/device.h"
 #include "linear/few_rows_ops.h"
+#include "linear/packed_weight_ops.h"
 #include "linear/quantized_linear.h"
 #ifdef USE_CUDA
 #include "linear/few_rows_ops_cuda.h"
@@ -19,87 +20,6 @@ constexpr const char* kQuantizedLinear =
 constexpr const char* kQuantizedLinearNorm =
     DSX_BITS == 4 ? "quantized_linear_norm.w4" : "quantized_linear_norm.w8";
 constexpr const char* kUnpackWeight = DSX_BITS == 4 ? "unpack_weight.w4" : "unpack_weight.w8";
-
-// The tensors that a packed weight is made of, and its numbers, for an op of this name.
-class PackedWeightReader {
- public:
-  PackedWeight weight = {};
-
-  PackedWeightReader(const char* op, const TensorView& codes, int64_t format, int64_t group_size,
-                     int64_t length)
-      : op_(op), codes_(codes) {
-    const bool known = format >= 0 && format < kQuantFormats &&
-                       QuantFormat(format) != QuantFormat::fp8_e4m3 &&
-                       QuantFormat(format) != QuantFormat::fp8_e5m2 &&
-                       bits_of_code(QuantFormat(format)) == DSX_BITS;
-    check(known, op, ": format is ", format, ", expected ",
-          DSX_BITS == 4 ? "1 or 2, which have 4 bits" : "0, which has 8 bits");
-    weight.format = QuantFormat(format);
-    weight.length = length;
-    check(length >= 0, op, ": length is ", length, ", expected 0 or more");
-    check(group_size > 0 && group_size <= std::max<int64_t>(1, length), op, ": group_size is ",
-          group_size, ", expected 1 to ", length, ", the length");
-    weight.group = group_size;
-    weight.row_bytes =
-        (length / kElementsOfLine + (length % kElementsOfLine != 0)) * kPackedLineBytes;
-    read_codes();
-  }
-
-  void read_scales(const TensorView& scales) {
-    weight.scales = read_floats({"scales"}, scales);
-    weight.scale_pitch = padded_rows();
-  }
-
-  void read_offsets(const OptionalTensor& offsets) {
-    if (!offsets.has_value()) return;
-    check(weight.format != QuantFormat::nf4, op_,
-          ": offsets is a tensor, expected None, as nf4 is symmetric");
-    weight.offsets = read_floats({"offsets"}, TensorView(offsets->get()));
-  }
-
- private:
-  static constexpr int64_t kElementsOfLine = kPackedLineBytes * 8 / DSX_BITS;
-
-  int64_t padded_rows() const { return (weight.rows + 3) / 4 * 4; }
-
-  void check_contiguous(const Item& item, const TensorView& view) const {
-    check(view.is_contiguous(), op_, ": ", item, " has strides ", Integers{view.strides, view.dim},
-          ", expected a contiguous tensor");
-    check_memory(op_, item, view);
-  }
-
-  void read_codes() {
-    const Item item{"codes"};
-    check(codes_.dtype == aoti_torch_dtype_uint8(), op_, ": ", item, " is ",
-          DtypeCode{codes_.dtype}, ", expected uint8");
-    check(codes_.dim == 2 && codes_.sizes[1] == weight.row_bytes, op_, ": ", item, " has shape ",
-          Integers{codes_.sizes, codes_.dim}, ", expected two dimensions, the last one of ",
-          weight.row_bytes, " bytes for length ", weight.length);
-    check_contiguous(item, codes_);
-    weight.codes = reinterpret_cast<const uint8_t*>(codes_.data);
-    weight.rows = codes_.sizes[0];
-  }
-
-  const float* read_floats(const Item& item, const TensorView& view) const {
-    check_device(op_, item, view, codes_);
-    check_dtype(op_, item, view, Dtype::float32);
-    const int64_t want[] = {weight.groups(), padded_rows()};
-    check(view.dim == 2 && view.sizes[0] == want[0] && view.sizes[1] == want[1], op_, ": ", item,
-          " has shape ", Integers{view.sizes, view.dim}, ", expected ", Integers{want, 2});
-    check_contiguous(item, view);
-    return reinterpret_cast<const float*>(view.data);
-  }
-
-  const char* const op_;
-  const TensorView codes_;
-};
-
-// The packed weight as its tensors and numbers come.
-struct PackedArguments {
-  const Tensor &codes, &scales;
-  const OptionalTensor& offsets;
-  int64_t format, group_size;
-};
 
 #ifdef USE_CUDA
 void run(const QuantizedLinear& call, int device) {
@@ -137,7 +57,7 @@ Tensor multiplied(FewRowsReader<QuantizedLinear>& reader, const char* op,
   check_device(op, {"codes"}, codes_view, reader.x());
   PackedWeightReader packed(op, codes_view, weight.format, weight.group_size, reader.call.length);
   packed.read_scales(TensorView(weight.scales.get()));
-  packed.read_offsets(weight.offsets);
+  packed.read_offsets({"offsets"}, weight.offsets);
   reader.call.weight = packed.weight;
   reader.call.integer = integer;
   check(!integer || packed.weight.format != QuantFormat::nf4, op,
@@ -173,7 +93,7 @@ Tensor unpack_weight(const Tensor& codes, const Tensor& scales, const OptionalTe
   const TensorView view(codes.get());
   PackedWeightReader packed(op, view, format, group_size, length);
   packed.read_scales(TensorView(scales.get()));
-  packed.read_offsets(offsets);
+  packed.read_offsets({"offsets"}, offsets);
   check(dtype >= 0 && dtype <= 2, op, ": dtype is ", dtype, ", expected a number from 0 to 2");
   const int64_t sizes[] = {packed.weight.rows, length};
   TensorView out_view = view;  // what the result is like

@@ -119,7 +119,7 @@ class FactorsOfX {
       const int64_t end = (count + kLanes - 1) / kLanes * kLanes;
       const int64_t filled = r < rows ? count : 0;
       if (filled > 0) {
-        const Pointer<Any> source = call.x.row<Any>(first + r) + k;
+        const Pointer<Any> source = call.row_of_x<Any>(first + r) + k;
         for_each_vector(0, count, [&](int64_t i, int lanes) {
           Vec::load(source + i, lanes).store(target + i, lanes);
         });

@@ -2,33 +2,9 @@
 #pragma once
 
 #include "common/torch/rows.h"
+#include "common/torch/slots.h"
 
 namespace dsx {
-
-// Whole numbers of torch's code, contiguous: a copy of them, or the tensor itself, which is kept as
-// long as this is.
-class WholeNumbers {
- public:
-  WholeNumbers(const char* op, const Item& item, const torch::stable::Tensor& tensor, int32_t dtype,
-               const TensorView& beside)
-      : view(tensor.get()), kept_(tensor) {
-    check_device(op, item, view, beside);
-    check(view.dtype == dtype, op, ": ", item, " is ", DtypeCode{view.dtype}, ", expected ",
-          DtypeCode{dtype});
-    check_memory(op, item, view);
-    if (!view.is_contiguous()) kept_ = contiguous_copy(view);
-  }
-
-  template <class Integer>
-  const Integer* numbers() const {
-    return static_cast<const Integer*>(kept_.data_ptr());
-  }
-
-  const TensorView view;
-
- private:
-  torch::stable::Tensor kept_;
-};
 
 // The choices of tokens: a tensor whose last dimension is k, the others are tokens.
 struct ChoiceShape : RowShape {

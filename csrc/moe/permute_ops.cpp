@@ -40,20 +40,7 @@ struct SlotReader {
     const int64_t end = *slots.end;
     check(end >= 0 && end <= slots.rows, op, ": offsets has ", end,
           " as its last element, expected 0 to ", slots.rows, ", the number of rows");
-    std::vector<bool> is_taken(static_cast<size_t>(end));
-    int64_t taken = 0;
-    for (int64_t i = 0; i < slots.tokens * slots.k; ++i) {
-      const int64_t place = slots.places[i];
-      if (place == -1) continue;
-      check(place >= 0 && place < end, op, ": slots has ", place, " as its element number ", i,
-            ", expected a row before ", end, ", the last of the offsets, or -1");
-      check(!is_taken[size_t(place)], op, ": slots has ", place, " as its element number ", i,
-            ", expected a row that no other element is");
-      is_taken[size_t(place)] = true;
-      ++taken;
-    }
-    check(taken == end, op, ": slots has ", taken, " rows, expected ", end,
-          ", the last of the offsets");
+    choices_of_rows(op, slots.places, slots.tokens * slots.k, end);
   }
 
   // A tensor with a row for each token.

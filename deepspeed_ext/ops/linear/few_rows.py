@@ -16,17 +16,20 @@ MOST_ROWS = 64  # that the kernels take: see few_rows_ops.h
 
 def are_few(x: Tensor) -> bool:
     """Tell whether there are no more rows than the kernels take; if it is not known, there are."""
-    return _is_known(x, lambda rows: rows <= MOST_ROWS)
+    return is_known(_rows_of(x), lambda rows: rows <= MOST_ROWS)
 
 
 def are_many(x: Tensor) -> bool:
     """Tell whether there are more rows than the kernels take; if it is not known, there are not."""
-    return _is_known(x, lambda rows: rows > MOST_ROWS)
+    return is_known(_rows_of(x), lambda rows: rows > MOST_ROWS)
 
 
-def _is_known(x: Tensor, holds: Callable[[int], bool]) -> bool:
+def _rows_of(x: Tensor) -> int:
+    return 1 if x.dim() == 0 else math.prod(x.shape[:-1])
+
+
+def is_known(rows: int, holds: Callable[[int], bool]) -> bool:
     """Tell whether something holds for the number of rows, and torch.compile knows that it does."""
-    rows = 1 if x.dim() == 0 else math.prod(x.shape[:-1])
     if not torch.compiler.is_compiling() and not isinstance(rows, torch.SymInt):
         return holds(rows)
     from torch.fx.experimental.symbolic_shapes import statically_known_true
@@ -125,6 +128,24 @@ def by_torch(
     else:
         out = bias_activation(product(None), bias, activation=activation)
     return out if residual is None else out + residual
+
+
+def grad_of_activated(grad_out: Tensor, sums: Tensor, activation: int, gated: bool) -> Tensor:
+    """Return the gradient of what was activated, which has been worked out again."""
+    import deepspeed_ext.ops.elementwise.bias_activation  # it defines the op
+    import deepspeed_ext.ops.elementwise.gated_activation  # noqa: F401  # likewise
+
+    ops = torch.ops.deepspeed_ext
+    grad: Tensor
+    if gated:
+        grad = ops.gated_activation_backward.packed(
+            grad_out, sums, activation=activation, gate_last=False
+        )
+    else:
+        grad, _ = ops.bias_activation_backward(
+            grad_out, sums, None, activation=activation, needs_grad_bias=False
+        )
+    return grad
 
 
 def linear_ref(

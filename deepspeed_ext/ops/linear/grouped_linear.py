@@ -9,13 +9,24 @@ from torch.utils.flop_counter import register_flop_formula
 from deepspeed_ext.ops._activations import number_of
 from deepspeed_ext.ops._kinds import check_kinds
 from deepspeed_ext.ops._library import define
+from deepspeed_ext.ops.linear.few_rows import grad_of_activated
 from deepspeed_ext.ops.linear.grouped_products import (
     outer_products_cpu,
     outer_products_cuda,
     products_cpu,
     products_cuda,
 )
-from deepspeed_ext.ops.linear.grouped_rows import activated, check_options, grouped_ref, permuted
+from deepspeed_ext.ops.linear.grouped_rows import (
+    activated,
+    are_few,
+    check_options,
+    fake_results,
+    grouped_ref,
+    permuted,
+    unpermuted,
+)
+
+_NAME, _LIBRARIES = "grouped_linear", {"cpu": "cpu_grouped_linear"}
 
 
 def grouped_linear(
@@ -68,15 +79,25 @@ def grouped_linear(
 
     See: ``moe_route`` for slots and offsets. ``grouped_linear_ref`` is the same in float64.
     """
-    check_kinds("grouped_linear", x=(x, Tensor), weight=(weight, Tensor))
+    check_kinds(_NAME, x=(x, Tensor), weight=(weight, Tensor), offsets=(offsets, Tensor))
     if slots is not None:
-        check_kinds("grouped_linear", slots=(slots, Tensor), offsets=(offsets, Tensor))
-    if activation is not None:
-        number_of("grouped_linear", activation)
+        check_kinds(_NAME, slots=(slots, Tensor))
+    number = None if activation is None else number_of(_NAME, activation)
+    if _is_for_kernel(x, weight, offsets, slots):
+        options = dict(activation=number, gated=gated)
+        found: Tensor = _FEW(x, weight, offsets, bias, slots, **options)
+        return found
     n = weight.shape[1] if weight.dim() == 3 else 0  # what is wrong with it the op says
-    check_options("grouped_linear", x, slots, activation, gated, n)
+    check_options(_NAME, x, slots, activation, gated, n)
     out: Tensor = _OP(permuted(x, slots, offsets), weight, offsets, bias)
     return activated(out, activation, gated)
+
+
+def _is_for_kernel(x: Tensor, weight: Tensor, offsets: Tensor, slots: Tensor | None) -> bool:
+    """Tell whether rows are few, and weights lie as the kernel reads them."""
+    if weight.dim() != 3 or not are_few(x, offsets, slots, _LIBRARIES):
+        return False
+    return weight.shape[2] < 2 or weight.stride(2) == 1
 
 
 def _fake(x: Tensor, weight: Tensor, offsets: Tensor, bias: Tensor | None) -> Tensor:
@@ -123,13 +144,58 @@ def _backward_of_weight(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]
     )
 
 
-# Of any number of rows: kernels that read the chosen experts once for few are other overloads.
+def _fake_few(
+    x: Tensor,
+    weight: Tensor,
+    offsets: Tensor,
+    bias: Tensor | None,
+    slots: Tensor | None,
+    **options: Any,
+) -> Tensor:
+    return fake_results(x, weight.shape[1], slots, **options)
+
+
+def _save_few(ctx: Any, inputs: tuple[Any, ...], keyword_only_inputs: Any, output: Tensor) -> None:
+    ctx.save_for_backward(*inputs)
+    ctx.options = dict(keyword_only_inputs)
+
+
+def _backward_few(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    """Return the gradients by torch's multiplications."""
+    x, weight, offsets, bias, slots = ctx.saved_tensors
+    needs_x, needs_weight, _, needs_bias, _ = ctx.needs_input_grad
+    activation, gated = ctx.options["activation"], ctx.options["gated"]
+    rows = x
+    if needs_weight or activation is not None:
+        rows = permuted(x, slots, offsets)
+    if activation is not None:
+        grad = grad_of_activated(grad, _OP(rows, weight, offsets, bias), activation, gated)
+    of_rows = _OP(grad, weight.transpose(1, 2), offsets, None) if needs_x else None
+    return (
+        None if of_rows is None else unpermuted(of_rows, slots, offsets),
+        _OF_WEIGHT(grad, rows, offsets) if needs_weight else None,
+        None,
+        grad_of_bias(grad, offsets) if needs_bias else None,
+        None,
+    )
+
+
+# Of any number of rows.
 _OP = define(
     "grouped_linear(Tensor x, Tensor weight, Tensor offsets, Tensor? bias) -> Tensor",
     {"cpu": products_cpu, "cuda": products_cuda},
     fake=_fake,
     backward=_backward,
     setup_context=_save,
+)
+# Of few, by a kernel that reads the weights of the chosen experts once.
+_FEW = define(
+    "grouped_linear.few(Tensor x, Tensor weight, Tensor offsets, Tensor? bias, Tensor? slots, *,"
+    " int? activation, bool gated) -> Tensor",
+    _LIBRARIES,
+    fake=_fake_few,
+    backward=_backward_few,
+    setup_context=_save_few,
 )
 _OF_WEIGHT = define(
     "grouped_linear_backward(Tensor grad, Tensor x, Tensor offsets) -> Tensor",
@@ -140,8 +206,16 @@ _OF_WEIGHT = define(
 )
 
 
-def _flops(x: Any, weight: Any, *others: Any, out_shape: Any = None, **options: Any) -> int:
-    return int(2 * math.prod(x) * weight[1])
+def _flops(
+    x: Any,
+    weight: Any,
+    offsets: Any,
+    bias: Any,
+    slots: Any = None,
+    out_shape: Any = None,
+    **options: Any,
+) -> int:
+    return int(2 * out_shape[0] * math.prod(weight[1:]))
 
 
 def _flops_of_weight(grad: Any, x: Any, *others: Any, out_shape: Any = None, **options: Any) -> int:

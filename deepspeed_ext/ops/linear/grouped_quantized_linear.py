@@ -1,21 +1,31 @@
 """Linear layers of experts with quantized weights."""
 
-import math
 from typing import Any
 
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from deepspeed_ext.ops._kinds import check_kinds
-from deepspeed_ext.ops._library import define, refuse_gradients
+from deepspeed_ext.ops._library import define
+from deepspeed_ext.ops.linear.few_rows import grad_of_activated
 from deepspeed_ext.ops.linear.grouped_linear import grad_of_bias
 from deepspeed_ext.ops.linear.grouped_quantized_products import products_cpu, products_cuda
-from deepspeed_ext.ops.linear.grouped_rows import activated, check_options, grouped_ref, permuted
+from deepspeed_ext.ops.linear.grouped_rows import (
+    activated,
+    are_few,
+    check_options,
+    fake_results,
+    grouped_ref,
+    permuted,
+    unpermuted,
+)
 from deepspeed_ext.ops.linear.quantized_linear import check_length, numbers_of, rounded_rows
 from deepspeed_ext.ops.quantization.fake_quantize import fake_quantize
+from deepspeed_ext.ops.quantization.formats import FORMATS
 from deepspeed_ext.ops.quantization.packed_weight import PackedWeight, unpack_weight_ref
 
 _NAME = "grouped_quantized_linear"
+_LIBRARIES = {bits: {"cpu": f"cpu_grouped_quantized_linear_w{bits}"} for bits in (4, 8)}
 
 
 def grouped_quantized_linear(
@@ -60,8 +70,11 @@ def grouped_quantized_linear(
     check_kinds(_NAME, x=(x, Tensor), weight=(weight, PackedWeight), offsets=(offsets, Tensor))
     numbers = numbers_of(_NAME, weight, activation, gated, input_format)
     check_length(_NAME, x, weight)
+    bits = FORMATS[numbers["format"]].bits
+    if are_few(x, offsets, slots, _LIBRARIES[bits]):
+        found: Tensor = _FEW[bits](x, *weight[:3], offsets, bias, slots, **numbers)
+        return found
     check_options(_NAME, x, slots, activation, gated, len(weight.codes) // max(1, len(offsets)))
-    refuse_gradients(_NAME, {"scales": weight.scales, "offsets": weight.offsets})
     factors = x if input_format is None else fake_quantize(x)
     out: Tensor = _PRODUCTS(
         *(permuted(factors, slots, offsets), *weight[:3], offsets, bias),
@@ -71,6 +84,56 @@ def grouped_quantized_linear(
         transposed=False,
     )
     return activated(out, activation, gated)
+
+
+def _fake_few(
+    x: Tensor,
+    codes: Tensor,
+    scales: Tensor,
+    weight_offsets: Tensor | None,
+    offsets: Tensor,
+    bias: Tensor | None,
+    slots: Tensor | None,
+    **options: Any,
+) -> Tensor:
+    return fake_results(x, codes.shape[0] // max(1, offsets.shape[0]), slots, **options)
+
+
+def _save_few(ctx: Any, inputs: tuple[Any, ...], keyword_only_inputs: Any, output: Tensor) -> None:
+    ctx.save_for_backward(*inputs)
+    ctx.options = dict(keyword_only_inputs)
+
+
+def _backward_few(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    """Return the gradients by torch's multiplications."""
+    x, *weight, offsets, bias, slots = ctx.saved_tensors
+    needs_x, *_, needs_bias, _ = ctx.needs_input_grad
+    given = ctx.options
+    options = dict(format=given["format"], group_size=given["group_size"], length=x.shape[-1])
+    if given["activation"] is not None:
+        rows = permuted(fake_quantize(x) if given["integer"] else x, slots, offsets)
+        sums = _PRODUCTS(rows, *weight, offsets, bias, **options, transposed=False)
+        grad = grad_of_activated(grad, sums, given["activation"], given["gated"])
+    of_x = None
+    if needs_x:
+        of_rows = _PRODUCTS(grad, *weight, offsets, None, **options, transposed=True)
+        of_x = unpermuted(of_rows, slots, offsets)
+    return of_x, *[None] * 4, grad_of_bias(grad, offsets) if needs_bias else None, None
+
+
+_FEW = {
+    bits: define(
+        f"{_NAME}.w{bits}(Tensor x, Tensor codes, Tensor scales, Tensor? weight_offsets,"
+        " Tensor offsets, Tensor? bias, Tensor? slots, *, int format, int group_size,"
+        " int? activation, bool gated, bool integer) -> Tensor",
+        libraries,
+        fake=_fake_few,
+        backward=_backward_few,
+        setup_context=_save_few,
+        without_gradient=("scales", "weight_offsets"),
+    )
+    for bits, libraries in _LIBRARIES.items()
+}
 
 
 def _fake(
@@ -114,8 +177,19 @@ _PRODUCTS = define(
 )
 
 
-def _flops(x: Any, codes: Any, *others: Any, out_shape: Any = None, **options: Any) -> int:
-    return int(2 * math.prod(x) * out_shape[-1])
+def _flops(
+    x: Any,
+    codes: Any,
+    scales: Any,
+    weight_offsets: Any,
+    offsets: Any,
+    *others: Any,
+    out_shape: Any = None,
+    length: int | None = None,
+    **options: Any,
+) -> int:
+    of_expert = codes[0] // max(1, offsets[0])
+    return int(2 * out_shape[0] * of_expert * (x[-1] if length is None else length))
 
 
 register_flop_formula(_PRODUCTS.overloadpacket)(_flops)

@@ -1,10 +1,40 @@
 """What layers of experts do around their products: copies of tokens, and activations."""
 
+from collections.abc import Mapping
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from deepspeed_ext.ops.linear.few_rows import check_like, linear_ref
+from deepspeed_ext.ops.linear.few_rows import check_like, is_known, linear_ref
+
+MOST_ROWS = 512  # that the kernels take: see grouped_rows.h
+
+
+def are_few(x: Tensor, offsets: Tensor, slots: Tensor | None, libraries: Mapping[str, str]) -> bool:
+    """Tell whether kernels take a call, by what is known of its rows; if it is not, they do not."""
+    if x.device.type not in libraries or x.dim() == 0 or offsets.numel() == 0:
+        return False
+    if slots is None and x.dim() != 2:
+        return False
+    return is_known(x.shape[0] if slots is None else slots.numel(), lambda n: n <= MOST_ROWS)
+
+
+def fake_results(x: Tensor, n: int, slots: Tensor | None, *, gated: bool, **options: Any) -> Tensor:
+    """Return what kernels return, without values; n is how many rows an expert's weight has."""
+    rows = x.shape[0] if slots is None else slots.numel()
+    return x.new_empty(rows, n // (2 if gated else 1))
+
+
+def unpermuted(grad: Tensor, slots: Tensor | None, offsets: Tensor) -> Tensor:
+    """Return the gradient of x of those of the rows: of a token the sum of its copies'."""
+    if slots is None:
+        return grad
+    import deepspeed_ext.ops.moe.permute  # noqa: F401  # it defines the op
+
+    of_x: Tensor = torch.ops.deepspeed_ext.moe_unpermute(grad, slots, offsets, None)
+    return of_x
 
 
 def check_options(

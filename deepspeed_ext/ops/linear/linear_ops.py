@@ -4,12 +4,12 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from deepspeed_ext.ops._library import define
+from deepspeed_ext.ops.linear.few_rows import grad_of_activated
 from deepspeed_ext.ops.linear.norms_around import NextNorm, Undivided, fake_results, options_of
 
 
@@ -126,18 +126,4 @@ def _grad_of_sums(
     """Return the gradient of x @ weight.T + bias, and work out again what was activated."""
     if activation is None:
         return grad_out
-    import deepspeed_ext.ops.elementwise.bias_activation  # it defines the op
-    import deepspeed_ext.ops.elementwise.gated_activation  # noqa: F401  # likewise
-
-    ops = torch.ops.deepspeed_ext
-    sums = F.linear(x, weight, bias)
-    grad: Tensor
-    if gated:
-        grad = ops.gated_activation_backward.packed(
-            grad_out, sums, activation=activation, gate_last=False
-        )
-    else:
-        grad, _ = ops.bias_activation_backward(
-            grad_out, sums, None, activation=activation, needs_grad_bias=False
-        )
-    return grad
+    return grad_of_activated(grad_out, F.linear(x, weight, bias), activation, gated)

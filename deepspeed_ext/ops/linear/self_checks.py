@@ -1,8 +1,9 @@
-"""Quick runs of quantized_linear and unpack_weight against their references, for ds_report."""
+"""Quick runs of linear layers with codes or experts against their references, for ds_report."""
 
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from deepspeed_ext import ops
 from deepspeed_ext.ops._compare import compare
@@ -23,6 +24,54 @@ def quantized_linear_w8(device: str) -> None:
     """Do the same for those of 8."""
     _check(device, "int8", offsets=False)
     _check(device, "int8", offsets=True)
+
+
+def grouped_linear(device: str) -> None:
+    """Compare each form with its reference, on experts with rows and without.
+
+    Raises:
+        RuntimeError: a result is not what the reference says.
+    """
+    x, slots, ends, bias = _tokens()
+    weight = torch.rand(4, 20, 77, generator=torch.Generator().manual_seed(3)) - 0.5
+    for form in (*_FORMS, dict(activation="gelu")):
+        want = ops.grouped_linear_ref(x, weight, ends, bias, slots=slots, **form)
+        there = [tensor.to(device) for tensor in (x, weight, ends, bias)]
+        got = ops.grouped_linear(*there, slots=slots.to(device), **form)
+        compare(f"grouped_linear on {device}", got, want, 0, of_largest=100 * _EPS)
+
+
+def grouped_quantized_linear_w4(device: str) -> None:
+    """Do so with codes of 4 bits."""
+    _check_grouped(device, "int4")
+    _check_grouped(device, "nf4")
+
+
+def grouped_quantized_linear_w8(device: str) -> None:
+    """Do so with codes of 8 bits."""
+    _check_grouped(device, "int8")
+
+
+def _check_grouped(device: str, format: str) -> None:
+    x, slots, ends, bias = _tokens()
+    weight = _random_weight(4 * 20, 77, format, False, 20)
+    there = weight._replace(codes=weight.codes.to(device), scales=weight.scales.to(device))
+    given = [tensor.to(device) for tensor in (ends, bias)]
+    for form in _FORMS:
+        want = ops.grouped_quantized_linear_ref(x, weight, ends, bias, slots=slots, **form)
+        options = dict(slots=slots.to(device), **form)
+        got = ops.grouped_quantized_linear(x.to(device), there, *given, **options)
+        what = f"grouped_quantized_linear: {format} on {device}"
+        compare(what, got, want, 0, of_largest=1000 * _EPS)
+
+
+def _tokens() -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return x, slots, offsets and bias: 5 tokens with 2 choices of 4 experts, one dropped."""
+    generator = torch.Generator().manual_seed(2)
+    x = torch.rand(5, 77, generator=generator) - 0.5
+    slots = torch.tensor([[0, 4], [5, 1], [-1, 6], [2, 7], [3, 8]])
+    ends = torch.tensor([4, 4, 6, 9], dtype=torch.int32)
+    return x, slots, ends, torch.rand(4, 20, generator=generator)
 
 
 def _check(device: str, format: str, offsets: bool) -> None:
