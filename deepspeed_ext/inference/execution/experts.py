@@ -4,12 +4,11 @@ Nothing is read by the host, and a token's experts depend on no other token. Exp
 has chosen are not read.
 """
 
-import torch
 from torch import Tensor
 
 from deepspeed_ext.inference.model.expert_sizes import ExpertSizes
 from deepspeed_ext.inference.weights.experts import ExpertWeights, SharedExpert
-from deepspeed_ext.ops import moe_route, moe_unpermute
+from deepspeed_ext.ops import bias_activation, moe_route, moe_unpermute
 
 
 def expert_sums(
@@ -33,18 +32,18 @@ def expert_sums(
     if sizes.limit is None:
         wide = experts.up(rows, routing, of_tokens=True, activation=activation, gated=gated)
     else:
-        wide = _limited(experts.up(rows, routing, of_tokens=True), sizes.limit, sizes.sharpness)
+        wide = _limited(experts.up(rows, routing, of_tokens=True), sizes.limit)
     sums = moe_unpermute(experts.down(wide, routing), routing)
     if experts.shared is not None:
         sums = _with_shared(experts.shared, rows, sums, activation, gated)
     return sums.view(h.shape)
 
 
-def _limited(wide: Tensor, limit: float, sharpness: float) -> Tensor:
-    """Return (1 + up) * gate * sigmoid(sharpness * gate), of both what the limit leaves."""
+def _limited(wide: Tensor, limit: float) -> Tensor:
+    """Return (1 + up) * gate * sigmoid(1.702 gate), of both what the limit leaves."""
     gate, up = wide.chunk(2, -1)
-    gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
-    return (up + 1) * (gate * torch.sigmoid(gate * sharpness))
+    up = up.clamp(-limit, limit) + 1
+    return bias_activation(gate.clamp(max=limit), activation="gelu_quick") * up
 
 
 def _with_shared(

@@ -23,7 +23,7 @@ class ExpertSizes:
     """What `Experts` says of one model.
 
     Args:
-        count, chosen, intermediate, score, normalize, limit, sharpness, shared: see `Experts`.
+        count, chosen, intermediate, score, normalize, limit, shared: see `Experts`.
         layers: whether each layer has experts.
     """
 
@@ -33,7 +33,6 @@ class ExpertSizes:
     score: str
     normalize: bool
     limit: float | None
-    sharpness: float
     shared: int
     layers: tuple[bool, ...]
 
@@ -72,7 +71,6 @@ def expert_sizes_of(policy: Policy, config: Config, layers: int) -> ExpertSizes 
         score=checked_choice(*get("score"), _SCORES),
         normalize=checked_choice(*get("normalize"), (False, True)),
         limit=None if limit is None else checked_number(told, limit, above=0),
-        sharpness=checked_number(*get("sharpness")),
         shared=size("shared", least=0),
         layers=_layers_of(*get("dense"), size("first", least=0), size("period"), layers),
     )

@@ -250,8 +250,8 @@ class Experts:
         transposed: whether whole tensors lie as (experts, in, out).
         has_biases: whether router and experts have biases; in whole tensors, under the name of the
             weight with `_bias` behind it.
-        limit: what a gate is at most, and what it is for is at most and at least; None: anything.
-        sharpness: with a limit: a gate is g * sigmoid(sharpness * g), for 1 + what it is for.
+        limit: what a gate is at most, and what it is for at most and at least, which 1 is added to
+            then; the activation is g * sigmoid(1.702 g). None: they may be anything.
         shared: intermediate size of an expert that all tokens go to; 0 for none.
         shared_up: its names, as of `Names`.
         shared_down: likewise.
@@ -271,7 +271,6 @@ class Experts:
     transposed: bool = False
     has_biases: bool = False
     limit: Or = None
-    sharpness: Or = 1.0
     shared: Or = 0
     shared_up: tuple[str, ...] = ()
     shared_down: str = ""

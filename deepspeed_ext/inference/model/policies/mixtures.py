@@ -104,6 +104,7 @@ OLMOE = replace(
 GPT_OSS = replace(
     LLAMA,
     families=("gpt_oss",),
+    expects={"swiglu_alpha": 1.702},
     names=replace(LLAMA.names, sinks="self_attn.sinks"),
     sizes=replace(LLAMA.sizes, head_dim=Key("head_dim", default=64)),
     rope_base=Key("rope_theta", default=150000.0),
@@ -132,6 +133,5 @@ GPT_OSS = replace(
         transposed=True,
         has_biases=True,
         limit=Key("swiglu_limit", default=7.0),
-        sharpness=Key("swiglu_alpha", default=1.702),
     ),
 )
