@@ -28,7 +28,7 @@ class FunctionalOp:
         sanitizer: the program of tests/csrc that tries the kernels under the sanitizers.
         benchmark: benchmarks/bench_<benchmark>.py measures it.
         ops: sources of ops without kernels of their own, without _ops.
-        more_cpu: sources of kernels for the CPU alone, without _cpu.
+        more_cpu: sources for the CPU alone, by their whole names.
         more_cuda: sources of kernels for CUDA alone, without _cuda.
         on_cuda: whether there are kernels for CUDA.
         defines: macros for all sources; so some serve several libraries.
@@ -59,7 +59,7 @@ class FunctionalOp:
         of_ops = [f"{op}_ops.cpp" for op in ops]
         both = _both(
             self.name,
-            [*of_ops, *(f"{stem}_cpu.cpp" for stem in (*stems, *self.more_cpu)), _ISA],
+            [*of_ops, *(f"{stem}_cpu.cpp" for stem in stems), *self.more_cpu, _ISA],
             [*(f"{stem}_cuda.cu" for stem in (*stems, *self.more_cuda)), *of_ops],
             defines=defines,
             self_check=f"deepspeed_ext.ops.{self.self_checks}:{self.name}",
@@ -179,28 +179,17 @@ def _quantized_linear(bits: int) -> FunctionalOp:
     """Return the ops on weights of so many bits, which share their sources."""
     return FunctionalOp(
         f"quantized_linear_w{bits}",
-        modules=("quantization.packed_weight", "linear.quantized_linear"),
+        modules=(
+            "quantization.packed_weight",
+            "linear.quantized_linear",
+            "linear.grouped_quantized_linear",
+        ),
         kernels=("linear/quantized_linear",),
+        more_cpu=("linear/grouped_quantized_ops.cpp", "linear/grouped_quantized_cpu.cpp"),
         defines=(("DSX_BITS", str(bits)),),
         bits="row",
         sanitizer=f"quantized_linear_w{bits}",
         benchmark="quantized_linear",
-        self_checks="linear.self_checks",
-    )
-
-
-def _grouped_quantized_linear(bits: int) -> FunctionalOp:
-    """Return the same with a weight for each expert."""
-    return FunctionalOp(
-        f"grouped_quantized_linear_w{bits}",
-        modules=("linear.grouped_quantized_linear",),
-        kernels=("linear/grouped_quantized",),
-        more_cpu=("linear/quantized_linear",),
-        on_cuda=False,
-        defines=(("DSX_BITS", str(bits)),),
-        bits="row",
-        sanitizer=f"quantized_linear_w{bits}",
-        benchmark="grouped_linear",
         self_checks="linear.self_checks",
     )
 
@@ -287,15 +276,13 @@ ROWS: tuple[StepOp | FunctionalOp, ...] = (
         "grouped_linear",
         modules=("linear.grouped_linear",),
         kernels=("linear/grouped_linear",),
-        more_cpu=("linear/skinny_linear",),
+        more_cpu=("linear/skinny_linear_cpu.cpp",),
         on_cuda=False,
         bits="row",
         sanitizer="skinny_linear",
         benchmark="grouped_linear",
         self_checks="linear.self_checks",
     ),
-    _grouped_quantized_linear(4),
-    _grouped_quantized_linear(8),
     FunctionalOp(
         "quantizer",
         modules=(

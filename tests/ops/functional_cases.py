@@ -170,12 +170,16 @@ WITHOUT_CASE = {
     *(f"deepspeed_ext::{op}" for op in ("quantize", "dequantize", "fake_quantize")),
     *(f"deepspeed_ext::moe_{op}" for op in ("route", "route_backward", "assign", "permute")),
     *(f"deepspeed_ext::moe_{op}" for op in ("unpermute", "unpermute_backward")),
-    *(f"deepspeed_ext::grouped_linear{end}" for end in ("", "_backward")),
+    *(f"deepspeed_ext::grouped_linear{end}" for end in ("", ".few", "_backward")),
+    "deepspeed_ext::grouped_quantized_products",
     "deepspeed_ext::skinny_linear",
     "deepspeed_ext::skinny_linear_norm",
     *(
         f"deepspeed_ext::{op}.w{bits}"
-        for op in ("quantized_linear", "quantized_linear_norm", "unpack_weight")
+        for op in (
+            *("grouped_quantized_linear", "quantized_linear", "quantized_linear_norm"),
+            "unpack_weight",
+        )
         for bits in (4, 8)
     ),
 }

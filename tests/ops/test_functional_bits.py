@@ -14,6 +14,7 @@ from operator import itemgetter
 import pytest
 import softmax_cases
 import test_cross_entropy
+import test_grouped_few_rows
 import test_moe_contract
 import test_norms_around
 import test_quantize_contract
@@ -43,6 +44,7 @@ MODULES = (  # with digests of their own, for ops that take more than a case has
     softmax_cases,
     test_cross_entropy,
     test_moe_contract,
+    test_grouped_few_rows,
     test_skinny_linear_contract,
     test_quantized_linear_contract,
     test_norms_around,

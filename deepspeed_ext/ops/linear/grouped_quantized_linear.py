@@ -6,7 +6,7 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from deepspeed_ext.ops._kinds import check_kinds
-from deepspeed_ext.ops._library import define
+from deepspeed_ext.ops._library import define, refuse_gradients
 from deepspeed_ext.ops.linear.few_rows import grad_of_activated
 from deepspeed_ext.ops.linear.grouped_linear import grad_of_bias
 from deepspeed_ext.ops.linear.grouped_quantized_products import products_cpu, products_cuda
@@ -22,10 +22,14 @@ from deepspeed_ext.ops.linear.grouped_rows import (
 from deepspeed_ext.ops.linear.quantized_linear import check_length, numbers_of, rounded_rows
 from deepspeed_ext.ops.quantization.fake_quantize import fake_quantize
 from deepspeed_ext.ops.quantization.formats import FORMATS
-from deepspeed_ext.ops.quantization.packed_weight import PackedWeight, unpack_weight_ref
+from deepspeed_ext.ops.quantization.packed_weight import (
+    PackedWeight,
+    libraries_of,
+    unpack_weight_ref,
+)
 
 _NAME = "grouped_quantized_linear"
-_LIBRARIES = {bits: {"cpu": f"cpu_grouped_quantized_linear_w{bits}"} for bits in (4, 8)}
+_LIBRARIES = {bits: {"cpu": libraries_of(bits)["cpu"]} for bits in (4, 8)}
 
 
 def grouped_quantized_linear(
@@ -74,6 +78,7 @@ def grouped_quantized_linear(
     if are_few(x, offsets, slots, _LIBRARIES[bits]):
         found: Tensor = _FEW[bits](x, *weight[:3], offsets, bias, slots, **numbers)
         return found
+    refuse_gradients(_NAME, {"scales": weight.scales, "weight_offsets": weight.offsets})
     check_options(_NAME, x, slots, activation, gated, len(weight.codes) // max(1, len(offsets)))
     factors = x if input_format is None else fake_quantize(x)
     out: Tensor = _PRODUCTS(
@@ -167,8 +172,8 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
 
 # Of any number of rows. Floats of the weight are made within, so no compiler keeps them.
 _PRODUCTS = define(
-    f"{_NAME}.floats(Tensor x, Tensor codes, Tensor scales, Tensor? weight_offsets, Tensor offsets,"
-    " Tensor? bias, *, int format, int group_size, SymInt length, bool transposed) -> Tensor",
+    "grouped_quantized_products(Tensor x, Tensor codes, Tensor scales, Tensor? weight_offsets,"
+    " Tensor offsets, Tensor? bias, *, int format, int group_size, SymInt length, bool transposed) -> Tensor",
     {"cpu": products_cpu, "cuda": products_cuda},
     fake=_fake,
     backward=_backward,
@@ -192,7 +197,7 @@ def _flops(
     return int(2 * out_shape[0] * of_expert * (x[-1] if length is None else length))
 
 
-register_flop_formula(_PRODUCTS.overloadpacket)(_flops)
+register_flop_formula([_FEW[4].overloadpacket, _PRODUCTS.overloadpacket])(_flops)
 
 
 def grouped_quantized_linear_ref(
