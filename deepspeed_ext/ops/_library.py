@@ -92,11 +92,11 @@ def define(
     calling_again = threading.local()  # other threads may be on their way here for the first time
 
     def load_and_call_again(*args: object, **keywords: object) -> object:
-        library = libraries[_device_of(full_name, libraries, _values(op, args, keywords))]
+        library = libraries[_device_of(parsed.name, libraries, _values(op, args, keywords))]
         # Torch did not choose the native kernel, or that in Python.
         if getattr(calling_again, "now", False) or not isinstance(library, str):
             raise TypeError(
-                f"{full_name}: arguments are of a kind that no kernel takes, expected Tensor"
+                f"{parsed.name}: arguments are of a kind that no kernel takes, expected Tensor"
             )
         load(library)
         calling_again.now = True
@@ -106,7 +106,7 @@ def define(
             calling_again.now = False
 
     def check_and_infer(*args: object, **keywords: object) -> object:
-        _check_one_device(full_name, _values(op, args, keywords), on_host)
+        _check_one_device(parsed.name, _values(op, args, keywords), on_host)
         return None if fake is None else fake(*args, **keywords)
 
     _FRAGMENT.define(schema)

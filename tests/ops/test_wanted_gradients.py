@@ -42,6 +42,13 @@ def linear(bits: int) -> None:
                              group_size=8)  # fmt: skip
     ops.quantized_linear_norm(normed, square, norm=norm)
     ops.unpack_weight(weight)
+    ends, slots = torch.tensor([1, 2], dtype=torch.int32), torch.tensor([[0], [1]])
+    two = ops.pack_weight(*(torch.cat([part, part]) for part in made), format=format, group_size=8)
+    of_two = torch.randn(2, 8)
+    for activation in (None, "silu"):
+        ops.grouped_quantized_linear(x, two, ends, of_two, slots=slots, activation=activation)
+    numbers = dict(format=0 if bits == 8 else 1, group_size=8, length=16, transposed=False)
+    torch.ops.deepspeed_ext.grouped_quantized_products(x, *two[:3], ends, of_two, **numbers)
 
 
 def cached(dtype: torch.dtype) -> None:
@@ -68,7 +75,9 @@ def others() -> None:
     ops.skinny_linear_norm(normed, torch.randn(8, 8), norm=norm)
     ends = torch.tensor([1, 2], dtype=torch.int32)
     experts = torch.randn(2, 8, 16, requires_grad=True)
-    ops.grouped_linear(x, experts, ends, torch.randn(2, 8)).sum().backward()
+    form: dict[str, Any] = dict(slots=torch.tensor([[1], [0]]), activation="silu", gated=True)
+    ops.grouped_linear(x, experts, ends, torch.randn(2, 8), **form).sum().backward()
+    ops.grouped_linear(torch.randn(513, 16), experts, ends, torch.randn(2, 8))
     made = ops.quantize(x, symmetric=False)
     ops.dequantize(*made)
     ops.fake_quantize(x)

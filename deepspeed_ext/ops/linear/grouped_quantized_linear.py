@@ -173,7 +173,8 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
 # Of any number of rows. Floats of the weight are made within, so no compiler keeps them.
 _PRODUCTS = define(
     "grouped_quantized_products(Tensor x, Tensor codes, Tensor scales, Tensor? weight_offsets,"
-    " Tensor offsets, Tensor? bias, *, int format, int group_size, SymInt length, bool transposed) -> Tensor",
+    " Tensor offsets, Tensor? bias, *, int format, int group_size, SymInt length,"
+    " bool transposed) -> Tensor",
     {"cpu": products_cpu, "cuda": products_cuda},
     fake=_fake,
     backward=_backward,

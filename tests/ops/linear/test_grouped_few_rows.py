@@ -217,31 +217,25 @@ def test_gradients_of_codes(form: dict[str, Any], tokens: int) -> None:
         quantized(given, wanted)
 
 
-@pytest.mark.parametrize("form", FORMS, ids=str)
+@pytest.mark.parametrize("form", FORMS[::2], ids=str)
 def test_opcheck(form: dict[str, Any]) -> None:
     given = tokens_of(5, 2, 3, 8, F32)
     weight, bias = weights(3, 6, 8, F32, form["gated"])
     packed, _ = codes_of(3, weight.shape[1], 8, ("int8", True), 8)
-    number = {None: None, "gelu": 0, "silu": 4}[form["activation"]]
-    options = form | dict(activation=number)
+    options = form | dict(activation={None: None, "silu": 4}[form["activation"]])
     of_codes = options | dict(format=0, group_size=8, integer=False)
     products = dict(format=0, group_size=8, length=8, transposed=False)
     for needs in (False, True):
         x, w, b = (t.detach().requires_grad_(needs) for t in (given.x, weight, bias))
-        for slots in (given.slots, None):
-            calls = [
-                (OPS.grouped_linear.few, (x, w, given.offsets // 2, b, slots), options),
-                (OPS.grouped_quantized_linear.w8,
-                 (x, *packed[:3], given.offsets // 2, b, slots), of_codes),
-            ]  # fmt: skip
-            if slots is not None:
-                calls = [(op, (*args[:-3], given.offsets, b, slots), kw) for op, args, kw in calls]
-            for op, args, keywords in calls:
-                checked = torch.library.opcheck(op, args, keywords)
-                assert set(checked.values()) == {"SUCCESS"}
-        args = (x, *packed[:3], given.offsets // 2, b)
-        checked = torch.library.opcheck(OPS.grouped_quantized_products.default, args, products)
-        assert set(checked.values()) == {"SUCCESS"}
+        slots, offsets = (given.slots, given.offsets) if needs else (None, given.offsets // 2)
+        for op, args, keywords in (
+            (OPS.grouped_linear.few, (x, w, offsets, b, slots), options),
+            (OPS.grouped_quantized_linear.w8, (x, *packed[:3], offsets, b, slots), of_codes),
+            (OPS.grouped_quantized_products.default, (x, *packed[:3], given.offsets // 2, b),
+             products),
+        ):  # fmt: skip
+            checked = torch.library.opcheck(op, args, keywords)
+            assert set(checked.values()) == {"SUCCESS"}
 
 
 def test_compiled() -> None:
