@@ -329,7 +329,7 @@ def test_adapters(tmp_path: Path) -> None:
     config = json.loads((good / "adapter_config.json").read_text())
     config["target_parameters"] = ["mlp.experts.gate_up_proj"]
     (good / "adapter_config.json").write_text(json.dumps(config))
-    with pytest.raises(ValueError, match="has target_parameters .*, expected none; merge_and_unl"):
+    with pytest.raises(ValueError, match=r"has target_parameters .*, expected none; merge_and_unl"):
         engine_of(folder, adapter=good)
 
 
