@@ -99,8 +99,12 @@ def is_cut_in_rows(param: "DTensor") -> bool:
     """Return whether each process holds all of the parameter, or some rows of it in one piece."""
     from torch.distributed.tensor import Shard
 
-    placements = param.placements
-    return all(p.is_replicate() or (type(p) is Shard and p.dim == 0) for p in placements)
+    for dimension, place in enumerate(param.placements):
+        is_row = type(place) is Shard and place.dim == 0
+        is_all = place.is_shard() and param.device_mesh.size(dimension) == 1
+        if not (place.is_replicate() or is_row or is_all):
+            return False
+    return True
 
 
 def is_partial(tensor: Tensor) -> bool:

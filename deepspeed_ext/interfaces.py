@@ -43,6 +43,10 @@ _OLDER = {
     "layernorm": {
         name: "deepspeed_ext.compat.layernorm" for name in ("backward_affine", "forward_affine")
     },
+    "moe": {
+        name: "deepspeed_ext.compat.moe_functions"
+        for name in ("MoeCombine", "MoeDispatch", "moe_cumsum")
+    },
     "scaled_masked_softmax": {
         name: "deepspeed_ext.compat.scaled_masked_softmax"
         for name in ("backward", "forward", "get_batch_per_block")
@@ -50,6 +54,10 @@ _OLDER = {
     "scaled_upper_triangle_masked_softmax": {
         name: "deepspeed_ext.compat.scaled_upper_triangle_masked_softmax"
         for name in ("backward", "forward")
+    },
+    "transformer_inference": {
+        name: "deepspeed_ext.compat.moe_functions"
+        for name in ("einsum_sec_sm_ecm", "moe_res_matmul")
     },
     "utils": {name: "deepspeed_ext.ops" for name in ("flatten", "unflatten")},
 }

@@ -7,7 +7,7 @@ PYTHON_LAYERS = (  # each may import itself and what stands before its row
     ("ops",),
     ("optim", "io"),
     ("quantization",),
-    ("offload",),
+    ("offload", "moe"),
     ("zero", "inference", "environment"),
     ("config",),
     ("engine", "report", "examples", "interfaces"),
@@ -86,6 +86,12 @@ ROOMS = {  # inside of a package, likewise; its __init__ may import all
         ("optimizer",),
         ("timeline",),
     ),
+    "moe": (
+        ("arguments", "exchange", "expert_forms", "older_names", "optimizer_groups", "stacks"),
+        ("experts",),
+        ("sending",),
+        ("layer", "moe_module"),
+    ),
     "offload/tiers": (
         ("prompt_switches", "records"),
         ("disk_state", "stream"),
@@ -97,7 +103,7 @@ ROOMS = {  # inside of a package, likewise; its __init__ may import all
             *("agreement", "all_processes", "blocks", "borrowing", "calls", "counters", "memory"),
             *("kinds_of_parameters", "names", "saved_model", "torch_steps", "unreduced"),
         ),
-        ("rows", "scaling", "sharding", "shown", "units"),
+        ("rows", "scaling", "sharding", "shared_experts", "shown", "units"),
         ("accumulate", "alone", "drawing", "gather", "stages", "whole_weights"),
         ("checkpoint", "init"),
         ("deepspeed_folders",),
@@ -247,7 +253,7 @@ ROOMS = {  # inside of a package, likewise; its __init__ may import all
     ),
     "compat": (
         (
-            *("fused_optim", "layernorm", "plain_copies"),
+            *("fused_optim", "layernorm", "moe_functions", "plain_copies"),
             *("scaled_masked_softmax", "scaled_upper_triangle_masked_softmax"),
         ),
         (

@@ -24,9 +24,9 @@ OLDER: dict[str, tuple[str, ...]] = {
     "FusedOptimBuilder": tuple(
         f"multi_tensor_{name}" for name in ("scale", "sgd", "adam", "lamb", "l2norm")
     ),
-    "InferenceBuilder": (),
+    "InferenceBuilder": ("einsum_sec_sm_ecm", "moe_res_matmul"),
     "LayerNormBuilder": ("forward_affine", "backward_affine"),
-    "MOEBuilder": (),
+    "MOEBuilder": ("MoeCombine", "MoeDispatch", "moe_cumsum"),
     "QuantizerBuilder": ("ds_quantizer",),
     "ScaledMaskedSoftmaxBuilder": ("forward", "backward", "get_batch_per_block"),
     "ScaledUpperTrainglemaskedSoftmaxBuilder": ("forward", "backward"),
@@ -242,3 +242,37 @@ def test_softmax(causal: bool) -> None:
     torch.testing.assert_close(grad.double(), right, rtol=1e-4, atol=1e-6)
     if not causal:
         assert module.get_batch_per_block(7, 7, 2, 3) == 1
+
+
+def test_experts() -> None:
+    """Tokens to a buffer with gaps and back, against einsum with masks, with gradients."""
+    module, inference = map(interfaces.interface_of, ("moe", "transformer_inference"))
+    tokens, experts, capacity, width = 7, 3, 2, 5
+    made = torch.Generator().manual_seed(0)
+    choice = torch.randint(experts, (2, tokens), generator=made)
+    choice[1] = (choice[0] + 1) % experts
+    one_hot = F.one_hot(choice, experts).int()
+    places = module.moe_cumsum(one_hot.flatten(0, 1))
+    assert places.dtype == torch.int32 and places[0].sum() == 1 - experts
+    rank = (places.view_as(one_hot) * one_hot).sum(-1)
+    mask, dest_idx = (rank < capacity).int(), (choice * capacity + rank).int()
+    assert 0 < mask.sum() < mask.numel()
+    sec = F.one_hot(dest_idx.long().where(mask > 0, 0), experts * capacity) * mask[..., None]
+    sec = sec.sum(0).view(tokens, experts, capacity).float()
+    x = torch.randn(tokens, width, generator=made).requires_grad_()
+    weights = torch.rand(tokens, experts, generator=made).requires_grad_()
+    rows = module.MoeDispatch.apply(x, mask, dest_idx, experts * capacity)
+    want_rows = inference.einsum_sec_sm_ecm(sec, x).flatten(0, 1)
+    assert torch.equal(rows, want_rows)
+    back = module.MoeCombine.apply(rows.view(experts, capacity, width), weights, mask, dest_idx,
+                                   experts * capacity)  # fmt: skip
+    want = torch.einsum("sec,se,ecm->sm", sec, weights, want_rows.view(experts, capacity, width))
+    torch.testing.assert_close(back, want)
+    grads = (torch.autograd.grad(out.square().sum(), [x, weights]) for out in (back, want))
+    for got, right in zip(*grads, strict=True):
+        torch.testing.assert_close(got, right)
+    output, coef = torch.randn(2, 3, width), torch.randn(1, 2 * width)
+    moe_res = torch.randn(2, 3, width)
+    want = moe_res * coef[0, :width] + output * coef[0, width:]
+    assert inference.moe_res_matmul(moe_res, coef, output) is output
+    torch.testing.assert_close(output, want)

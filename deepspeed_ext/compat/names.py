@@ -43,6 +43,9 @@ HERE: Mapping[str, Mapping[str, str]] = {
     "inference.engine": {"deepspeed_ext.inference": "InferenceEngine"},
     "launcher": {},
     "launcher.runner": {f"{_C}.launch": "DEEPSPEED_ENVIRONMENT_NAME main"},
+    "moe": {},
+    "moe.layer": {"deepspeed_ext.moe": "MoE"},
+    "moe.utils": {"deepspeed_ext.moe": "split_params_into_different_moe_groups_for_optimizer"},
     "ops": {f"{_C}.compatible_ops": "__compatible_ops__"},
     "ops.adagrad": {"deepspeed_ext.optim": "DeepSpeedCPUAdagrad"},
     "ops.adam": _ADAM,
@@ -101,7 +104,7 @@ HERE: Mapping[str, Mapping[str, str]] = {
 _PIPELINE = "cut the model by torch.distributed.pipelining, and give initialize one stage of it"
 _TENSOR = "use torch.distributed.tensor.parallel"
 _SEQUENCE = "use torch.distributed.tensor.experimental.context_parallel"
-_EXPERTS = "use experts as modules of the model; set_z3_leaf_modules gathers them as one"
+_EXPERTS = "use deepspeed_ext.moe.MoE, or the ops moe_route, moe_permute and moe_unpermute"
 _LAYERS = "use the model's own layers, or the ops of deepspeed_ext.ops"
 _GENERATION = "use deepspeed_ext.init_inference"
 
@@ -112,9 +115,9 @@ MODULES_NOT_HERE: Mapping[str, str] = {
     "elasticity": "use torchrun --nnodes MIN:MAX; checkpoints load on any number of processes",
     "inference.v2": _GENERATION,
     "module_inject": _GENERATION,
-    "moe": _EXPERTS,
-    "moe.layer": _EXPERTS,
-    "moe.utils": _EXPERTS,
+    "moe.experts": "use deepspeed_ext.moe.Experts",
+    "moe.mappings": _EXPERTS,
+    "moe.sharded_moe": _EXPERTS,
     "ops.sparse_attention": "use torch.nn.attention.flex_attention",
     "ops.transformer": _LAYERS,
     "ops.transformer.inference": _GENERATION,
@@ -144,6 +147,8 @@ NAMES_NOT_HERE: Mapping[str, str] = {
     "PipelineModule": _PIPELINE,
     "add_tuning_arguments": "put the schedule into the config",
     "comm.log_summary": "use torch.profiler",
+    "moe": _EXPERTS,
+    "moe.utils": "optimizers need not know of experts: they are parts of plain parameters",
     "replace_transformer_layer": _GENERATION,
     "revert_transformer_layer": _GENERATION,
     "runtime.zero.offload_config.OffloadStateTypeEnum": "use offload_optimizer",

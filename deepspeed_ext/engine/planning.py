@@ -18,6 +18,7 @@ from deepspeed_ext.engine.monitors import check_packages
 from deepspeed_ext.engine.optimizers import Renamed, check_given, placed
 from deepspeed_ext.engine.stepping import scaler_of
 from deepspeed_ext.zero.kinds_of_parameters import is_sharded
+from deepspeed_ext.zero.shared_experts import experts_of
 
 _OP = "initialize"
 _log = logging.getLogger("deepspeed_ext")
@@ -54,6 +55,7 @@ class Plan:
                 f"{_OP}: model is a {type(model).__name__}, expected a torch.nn.Module"
             )
         _check_plain(model)
+        _check_experts(model, config)
         _check_dtypes(model, config)
         self.model = model
         self._given, self._scheduler, self._config = optimizer, scheduler, config
@@ -154,6 +156,16 @@ def _check_plain(model: nn.Module) -> None:
                 f"{_OP}: model has {name or 'itself'!r}, which is sharded already, expected a"
                 " model that no initialize or zero.shard was called on"
             )
+
+
+def _check_experts(model: nn.Module, config: Config) -> None:
+    """Refuse sums of gradients where those of experts are made means by the layer."""
+    experts = experts_of(model)
+    if config.gradient_allreduce_op == "sum" and experts:
+        raise ValueError(
+            f'{_OP}: gradient_allreduce_op is "sum" and {next(iter(experts))!r} has experts that'
+            ' are shared out over processes, expected "mean"'
+        )
 
 
 def _check_dtypes(model: nn.Module, config: Config) -> None:

@@ -152,12 +152,26 @@ def written(model: nn.Module) -> Tensor | None:
             shard, wholes = param._sharded_param_data, param.all_gather_outputs
             if len(wholes) != 1:
                 return None
-            size = shard.numel()
-            shards, rows = pairs.setdefault((shard.dtype, wholes[0].dtype), ([], []))
+            shards, parts = pairs.setdefault((shard.dtype, wholes[0].dtype), ([], []))
             shards.append(shard)
-            rows.append(wholes[0].narrow(0, group.mesh_info.shard_mesh_rank * size, size))
-    found = [differ(shards, rows) for shards, rows in pairs.values()]
+            parts.append(_part_of_whole(param, wholes[0], group.mesh_info.shard_mesh_rank))
+    found = [differ(shards, parts) for shards, parts in pairs.values()]
     return torch.stack(found).any() if found else None
+
+
+def _part_of_whole(param: Any, whole: Tensor, rank: int) -> Tensor:
+    """Return what a process has of a gathered parameter, in one dimension as it is."""
+    dimension = param.fsdp_placement.dim
+    if dimension == 0:
+        size = param._sharded_param_data.numel()
+        return whole.narrow(0, rank * size, size)
+    size = param.sharded_size[dimension]
+    return whole.view(param._orig_size).narrow(dimension, rank * size, size).flatten()
+
+
+def has_all_weights(model: nn.Module) -> bool:
+    """Tell whether this process has all weights, so that nothing is gathered from others."""
+    return all(group.mesh_info.shard_mesh_size == 1 for group in groups_of(model))
 
 
 def gather_alone(model: nn.Module) -> bool:

@@ -24,12 +24,15 @@ EXTRA_STATE = "_extra_state"
 # parameters have them in between.
 ORIGINAL = "_orig_mod"
 WRAPPED = (ORIGINAL, "_checkpoint_wrapped_module")
-# Hooks that see a module, or that change its weight; there are functions that add and remove them,
-# none that tells.
-HOOKS = (
-    *("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"),
+# Hooks that see the state dict of a module, and those and all that see a module or change its
+# weight; there are functions that add and remove them, none that tells.
+STATE_DICT_HOOKS = (
     *("_state_dict_hooks", "_state_dict_pre_hooks"),
     *("_load_state_dict_pre_hooks", "_load_state_dict_post_hooks"),
+)
+HOOKS = (
+    *("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"),
+    *STATE_DICT_HOOKS,
 )
 
 

@@ -25,6 +25,7 @@ from deepspeed_ext.torch_internals.fully_shard import (
     forget_step,
     gather_alone,
     groups_of,
+    has_all_weights,
     has_partial_sum,
     has_unreduced,
     interruption,
@@ -64,6 +65,7 @@ class Sharding:
         blocks: names of modules with a group of their own, beside the model.
         reduces_unused: unused parameters get gradients of 0.
         param_dtype: that weights are used in; None: their own.
+        has_experts: shared out over processes, so that others gather their weights.
     """
 
     def __init__(
@@ -74,6 +76,7 @@ class Sharding:
         blocks: tuple[str, ...],
         reduces_unused: bool = False,
         param_dtype: torch.dtype | None = None,
+        has_experts: bool = False,
     ) -> None:
         self.stage = stage
         self.mesh = mesh
@@ -81,6 +84,7 @@ class Sharding:
         self.param_dtype = param_dtype
         self.shown: list[bool] = []  # of each GatheredParameters around: all are whole, or some
         self._reduces_unused = reduces_unused
+        self.has_experts = has_experts
         self._model = weakref.ref(model)
         self._loop: Loop | None = None  # micro-steps that are declared
         self._marks: dict[Any, Marks] = {}  # of groups that had gradients between micro-steps
@@ -342,14 +346,14 @@ class Sharding:
         loop = self._loop
         if loop is None or loop.is_done or self.stage == 3 or not torch.is_grad_enabled():
             return True
-        dimension = self.mesh.ndim - 1  # of those that gather together
-        if self.mesh.size(dimension) == 1:
+        if has_all_weights(self.model):
             return not gather_alone(self.model)
         was_written = written(self.model)
         if was_written is None:
             return True
         anywhere = was_written.int()
-        dist.all_reduce(anywhere, dist.ReduceOp.MAX, self.mesh.get_group(dimension))
+        for dimension in range(0 if self.has_experts else self.mesh.ndim - 1, self.mesh.ndim):
+            dist.all_reduce(anywhere, dist.ReduceOp.MAX, self.mesh.get_group(dimension))
         return anywhere
 
     def after_forward(self) -> None:

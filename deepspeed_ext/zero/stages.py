@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -17,6 +18,12 @@ from deepspeed_ext.zero.blocks import Block, blocks_of
 from deepspeed_ext.zero.kinds_of_parameters import is_sharded
 from deepspeed_ext.zero.rows import in_whole_shapes
 from deepspeed_ext.zero.sharding import Sharding
+from deepspeed_ext.zero.shared_experts import (
+    check_experts,
+    described_experts,
+    experts_of,
+    how_to_shard,
+)
 
 _OP = "zero.shard"
 _log = logging.getLogger("deepspeed_ext")
@@ -117,9 +124,12 @@ def shard(
                 list(found),
             )
             found = {}
-        groups = _groups(model, found)
         mesh = _checked_mesh(mesh)
-        options = {
+        check_experts(model, mesh)
+        experts = experts_of(model)
+        found = {n: m for n, m in model.named_modules() if n in found or n in experts}
+        groups = _groups(model, found)
+        described = {
             "stage": stage,
             "mesh": list(mesh.mesh.shape),
             "param_dtype": param_dtype,
@@ -127,8 +137,9 @@ def shard(
             "output_dtype": output_dtype,
             "blocks": list(found),
             "reduce_unused": reduce_unused,
+            **described_experts(experts),
         }
-        check_agreement(_OP, _described(model, options), mesh)
+        check_agreement(_OP, _described(model, described), mesh)
         if reduce_unused and not hasattr(FSDPModule, "set_reduce_scatter_unused_params"):
             raise ValueError(
                 f"{_OP}: reduce_unused is True, expected False with torch {torch.__version__},"
@@ -139,18 +150,20 @@ def shard(
         inner = MixedPrecisionPolicy(param_dtype, reduce_dtype)
         outer = MixedPrecisionPolicy(param_dtype, reduce_dtype, output_dtype)
         of_model = set(groups[""])
-        for block in reversed(found.values()):  # those inside of others first
-            fully_shard(
-                block,
-                mesh=mesh,
-                mp_policy=inner,
-                reshard_after_forward=stage == 3,
-                ignored_params=of_model & set(block.parameters()),
-            )
+        beside = how_to_shard(experts, stage)
+        for name, block in reversed(found.items()):  # those inside of others first
+            options: dict[str, Any] = {
+                "mesh": mesh,
+                "mp_policy": inner,
+                "reshard_after_forward": stage == 3,
+                "ignored_params": of_model & set(block.parameters()),
+            }
+            fully_shard(block, **options | beside.get(name, {}))
         sharded = fully_shard(model, mesh=mesh, mp_policy=outer, reshard_after_forward=False)
         if reduce_unused:
             sharded.set_reduce_scatter_unused_params(True)
-        Sharding(model, stage, mesh, tuple(found), reduce_unused, param_dtype).attach()
+        names, has_experts = tuple(found), bool(experts)
+        Sharding(model, stage, mesh, names, reduce_unused, param_dtype, has_experts).attach()
     return model
 
 

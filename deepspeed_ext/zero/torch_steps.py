@@ -4,8 +4,9 @@ import math
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 
-from deepspeed_ext.dtensors import is_dtensor, local
+from deepspeed_ext.dtensors import is_dtensor, local, sum_over_shards
 
 
 def clip_and_step(
@@ -33,10 +34,21 @@ def clip_and_step(
     if scale is not None:
         for param in params:
             local(param.grad).div_(scale)
-    norm = nn.utils.get_total_norm([param.grad for param in params])
+    of_meshes: dict[DeviceMesh | None, list[Tensor]] = {}  # torch counts those of one at a time
+    for param in params:
+        mesh = param.grad.device_mesh if is_dtensor(param.grad) else None
+        of_meshes.setdefault(mesh, []).append(param)
+    grads = [param.grad for param in params]
+    norm = nn.utils.get_total_norm(grads) if len(of_meshes) < 2 else _norm_over_meshes(grads)
     whole = norm.full_tensor() if is_dtensor(norm) else norm
     if not skips or whole.isfinite():
         if max_norm < math.inf:  # else an inf of one gradient would be NaN in all
-            nn.utils.clip_grads_with_norm_(params, max_norm, norm)
+            for of_one in of_meshes.values():
+                nn.utils.clip_grads_with_norm_(of_one, max_norm, norm)
         optimizer.step()
     return whole
+
+
+def _norm_over_meshes(grads: list[Tensor]) -> Tensor:
+    norms = torch.stack(torch._foreach_norm(list(map(local, grads)))).double()
+    return sum_over_shards(norms.square(), grads).sum().sqrt()

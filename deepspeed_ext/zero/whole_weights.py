@@ -1,11 +1,13 @@
 """The weights of a sharded model for one process: each goes there, and to no other process."""
 
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Shard
 
 from deepspeed_ext.dtensors import is_dtensor, local
 from deepspeed_ext.zero.agreement import all_or_none, check_agreement
@@ -29,10 +31,12 @@ class WholeWeights:
         self, op: str, sharding: Sharding, dtype: torch.dtype | None, exclude_frozen: bool
     ) -> None:
         mesh = sharding.mesh
-        self._group = mesh.get_group(mesh.ndim - 1)  # of processes that share each parameter out
+        all_take_part = sharding.has_experts  # else replicas have the same once more
+        told = range(0 if all_take_part else mesh.ndim - 1, mesh.ndim)
+        self._groups = [mesh.get_group(dimension) for dimension in told]
         self._device = mesh.device_type
         place: list[int] = list(mesh.get_coordinate() or ())
-        self.takes_part = not any(place[:-1])  # others have the same once more
+        self.takes_part = all_take_part or not any(place[:-1])
         self.is_first = not any(place)
         self._tensors: dict[str, Tensor] = {}
         self.ties: dict[str, str] = {}
@@ -47,7 +51,7 @@ class WholeWeights:
             if kept != name:
                 self.ties[name] = kept
                 continue
-            _check_cut(op, name, tensor)
+            _check_cut(op, name, tensor, mesh)
             self._tensors[name] = tensor
         self._dtypes = {
             name: dtype
@@ -82,27 +86,39 @@ class WholeWeights:
 
     def _next(self, index: int) -> int:
         """Return what the first process reads next."""
-        if dist.get_world_size(self._group) == 1:
-            return index
         told = torch.tensor(index, device=self._device)
-        dist.broadcast(told, dist.get_global_rank(self._group, 0), group=self._group)
+        for group in self._groups:  # the last one has it from the first process of each before
+            if dist.get_world_size(group) > 1:
+                dist.broadcast(told, dist.get_global_rank(group, 0), group=group)
         return int(told)
 
     def _gathered(self, name: str) -> Tensor | None:
         """Return a whole tensor in the first process; what is sent has its dtype already."""
         tensor = self._tensors[name].detach()
-        part = local(tensor).to(self._dtypes[name])
-        processes = dist.get_world_size(self._group)
-        if processes == 1 or not is_dtensor(tensor):
-            return part
-        rows = -(-tensor.shape[0] // processes)  # the last ones may have fewer; NCCL wants as many
-        if len(part) < rows:
-            part = torch.cat([part, part.new_zeros(rows - len(part), *part.shape[1:])])
-        whole = part.new_empty(rows * processes, *part.shape[1:]) if self.is_first else None
-        pieces = None if whole is None else list(whole.split(rows))
-        first = dist.get_global_rank(self._group, 0)
-        dist.gather(part.contiguous(), pieces, dst=first, group=self._group)
-        return None if whole is None else whole[: tensor.shape[0]]
+        part: Tensor | None = local(tensor).to(self._dtypes[name])
+        if is_dtensor(tensor):
+            for dimension, place in enumerate(tensor.placements):
+                cut: Any = place
+                if part is not None and place.is_shard():
+                    group = tensor.device_mesh.get_group(dimension)
+                    part = _joined(part, cut.dim, tensor.shape[cut.dim], group)
+        return part if self.is_first else None
+
+
+def _joined(part: Tensor, dimension: int, size: int, group: dist.ProcessGroup) -> Tensor | None:
+    """Return parts of a group one after another in its first process."""
+    processes = dist.get_world_size(group)
+    if processes == 1:
+        return part
+    length = -(-size // processes)  # the last ones may have less; NCCL wants as much
+    rows = part.movedim(dimension, 0)
+    if len(rows) < length:
+        rows = torch.cat([rows, rows.new_zeros(length - len(rows), *rows.shape[1:])])
+    is_first = dist.get_rank(group) == 0
+    whole = rows.new_empty(length * processes, *rows.shape[1:]) if is_first else None
+    pieces = None if whole is None else list(whole.split(length))
+    dist.gather(rows.contiguous(), pieces, dst=dist.get_global_rank(group, 0), group=group)
+    return None if whole is None else whole[:size].movedim(0, dimension).contiguous()
 
 
 def in_first_process(
@@ -151,11 +167,17 @@ def in_first_process(
     return result
 
 
-def _check_cut(op: str, name: str, tensor: Tensor) -> None:
-    if is_dtensor(tensor):
-        *others, last = tensor.placements
-        if not last.is_shard(0) or not all(place.is_replicate() for place in others):
-            raise ValueError(
-                f"{op}: {plain_name(name)!r} has placements {tensor.placements}, expected rows over"
-                " the processes of zero.shard"
-            )
+def _check_cut(op: str, name: str, tensor: Tensor, mesh: DeviceMesh) -> None:
+    """Refuse a tensor of which the first process cannot be given each part once."""
+    if not is_dtensor(tensor):
+        return
+    kinds: list[Any] = list(tensor.placements)
+    cut = [place.dim for place in kinds if type(place) is Shard]
+    first = int(tensor.device_mesh.mesh.flatten()[0]), int(mesh.mesh.flatten()[0])
+    is_known = all(type(place) is Shard or place.is_replicate() for place in kinds)
+    if not is_known or len({*cut}) < len(cut) or (len(kinds) > 1 and first[0] != first[1]):
+        raise ValueError(
+            f"{op}: {plain_name(name)!r} has placements {tensor.placements} on"
+            f" {tensor.device_mesh}, expected rows over the processes of zero.shard, or experts as"
+            " it shards them"
+        )

@@ -46,9 +46,10 @@ def _save_all(ctx: Any, inputs: tuple[Tensor | None, ...], output: Tensor) -> No
 
 
 def _unpermute_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None, None, Tensor | None]:
-    if len(ctx.saved_tensors) == 2:
-        return _permute_op(grad, *ctx.saved_tensors, rows=ctx.rows), None, None, None
-    grad_y, grad_weights = _unpermute_backward_op(grad, *ctx.saved_tensors)
+    saved = ctx.saved_tensors  # once: checkpointing makes them again at each look
+    if len(saved) == 2:
+        return _permute_op(grad, *saved, rows=ctx.rows), None, None, None
+    grad_y, grad_weights = _unpermute_backward_op(grad, *saved)
     return grad_y, None, None, grad_weights
 
 
