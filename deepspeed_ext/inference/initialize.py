@@ -193,6 +193,10 @@ class _Loading:
             value = getattr(settings, name)
             if not self.of.causal and value is not None:
                 raise ValueError(f"{_OP}: {name} is {value!r}, expected None, as an encoder {what}")
+        if self.of.experts is not None and settings.quantize == "fp8":
+            raise ValueError(
+                f"{_OP}: quantize is 'fp8', expected None, 'int8' or 'int4' of a mixture of experts"
+            )
         asked = settings.quantize, settings.quantize_head, settings.input_format
         check_asked(source.packed, *asked)
         self._asked: list[str] = []
@@ -252,6 +256,7 @@ class _Loading:
         reading = 0
         if source.folder is not None:
             reading = reading_bytes(source.folder.shards, self._asked)
+        reading += max((q.largest_floats for q in quantizers if q is not None), default=0)
         if not self.of.causal:  # what it works with depends on its calls
             return MemoryBudget(bytes_of(weights), 0, reading)
         check_positions(self.of, weights.positions, self.max_tokens)

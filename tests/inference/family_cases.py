@@ -17,6 +17,7 @@ from deepspeed_ext.inference.model.policy import Config
 from deepspeed_ext.inference.weights.loader import Taker
 
 VOCABULARY = 97
+EXPERTS = 6
 _COMMON = dict(
     vocab_size=VOCABULARY,
     hidden_size=64,
@@ -25,6 +26,7 @@ _COMMON = dict(
     max_position_embeddings=256,
 )
 _GROUPED = _COMMON | dict(num_key_value_heads=2, intermediate_size=96)
+_EXPERTS = _GROUPED | dict(num_experts=EXPERTS, num_experts_per_tok=3, moe_intermediate_size=40)
 _GEMMA = _GROUPED | dict(
     hidden_size=60,  # of which the root is no number of 16 bits
     head_dim=24,
@@ -95,7 +97,37 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "Bloom",
         dict(vocab_size=VOCABULARY, hidden_size=66, n_layer=3, n_head=6),
     ),
+    "mixtral": ("Mixtral", _GROUPED | dict(num_local_experts=EXPERTS, sliding_window=16)),
+    "qwen2_moe": (
+        "Qwen2Moe",
+        _EXPERTS
+        | dict(
+            shared_expert_intermediate_size=40,
+            decoder_sparse_step=2,
+            use_sliding_window=True,
+            sliding_window=16,
+            max_window_layers=2,
+        ),
+    ),
+    "qwen3_moe": (
+        "Qwen3Moe",
+        _EXPERTS | dict(head_dim=24, mlp_only_layers=[1], norm_topk_prob=True),
+    ),
+    "olmoe": ("Olmoe", _EXPERTS | dict(eos_token_id=2)),
+    "gpt_oss": (
+        "GptOss",
+        _GROUPED
+        | dict(
+            num_local_experts=EXPERTS,
+            num_experts_per_tok=3,
+            head_dim=24,
+            sliding_window=16,
+            swiglu_limit=1.5,
+            rope_parameters=_YARN | dict(rope_theta=1.5e5, truncate=False),
+        ),
+    ),
 }
+MIXTURES = ("mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "gpt_oss")
 _HEADS = {"GPT2": "GPT2LMHeadModel", "Gemma3Images": "Gemma3ForConditionalGeneration"}
 _CONFIGS = {"Gemma3": "Gemma3TextConfig", "Gemma3Images": "Gemma3Config"}
 
@@ -122,6 +154,7 @@ def config_of(name: str, **changes: Any) -> Any:
     config_class = getattr(transformers, _CONFIGS.get(kind, f"{kind}Config"))
     config = config_class(**(options | changes))
     config._attn_implementation = "eager"
+    config._experts_implementation = "eager"
     return config
 
 
@@ -144,7 +177,10 @@ def filled(model: nn.Module, seed: int = 0) -> nn.Module:
     with torch.no_grad():
         for name, tensor in model.named_parameters():
             noise = torch.randn(tensor.shape, generator=random)
-            if tensor.dim() == 2:
+            if tensor.dim() == 3:  # of all experts
+                fan_in = tensor.shape[1 if "GptOss" in type(model).__name__ else 2]
+                tensor.copy_(noise * 2 * fan_in**-0.5)
+            elif tensor.dim() == 2 and not name.endswith("_bias"):
                 is_embedding = "embed" in name or ".wte" in name or ".wpe" in name
                 fan_in = tensor.shape[0] if "c_" in name else tensor.shape[1]
                 small = 0.04 if is_gemma else 0.3
@@ -158,9 +194,9 @@ def filled(model: nn.Module, seed: int = 0) -> nn.Module:
 
 
 @functools.cache
-def model_of(name: str) -> nn.Module:
+def model_of(name: str, **changes: Any) -> nn.Module:
     """The model of a case, in float32; nobody may change it."""
-    return filled(made(config_of(name), name))
+    return filled(made(config_of(name, **changes), name))
 
 
 def exact(name: str, state: dict[str, Tensor], config: Any = None) -> nn.Module:

@@ -153,9 +153,12 @@ class Published:
             weight = source.weight()
             self.state[f"{name}.weight"] = weight.t() if is_turned else weight
             tensors |= {f"{name}.{part}": t for part, t in method.write(source).items()}
+        for name, tensor in model.state_dict().items():
+            if tensor.dim() == 3:
+                tensors |= self._experts(name, tensor, method)
         tied = "lm_head.weight" if config.tie_word_embeddings else ""
         for name, tensor in model.state_dict().items():
-            is_packed = name.removesuffix(".weight") in self.sources
+            is_packed = name.removesuffix(".weight") in self.sources or tensor.dim() == 3
             if not is_packed and name != tied:
                 tensors[name] = tensor.contiguous()
         self.config = config
@@ -163,6 +166,23 @@ class Published:
         folder.mkdir(exist_ok=True, parents=True)
         (folder / "config.json").write_text(json.dumps(described))
         save(tensors, folder / "model.safetensors", durable=False)
+
+    def _experts(self, name: str, weight: Tensor, method: Method) -> dict[str, Tensor]:
+        """Return the tensors of experts, each of its own, with one order of columns for all."""
+        at, kind = name.rpartition(".")[::2]
+        parts = ("gate_proj", "up_proj") if kind == "gate_up_proj" else ("down_proj",)
+        tensors, of_experts = {}, []
+        for i in range(len(weight)):
+            rows = []
+            for j, part in enumerate(parts):
+                n, length = weight.shape[1] // len(parts), weight.shape[2]
+                source = method.source(n, length, 100 * i + j, length)
+                rows.append(source.weight())
+                written = method.write(source)
+                tensors |= {f"{at}.{i}.{part}.{each}": t for each, t in written.items()}
+            of_experts.append(torch.cat(rows))
+        self.state[name] = torch.stack(of_experts)
+        return tensors
 
     def exact(self) -> nn.Module:
         """Return the model in float64."""

@@ -7,9 +7,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from deepspeed_ext.inference.execution.experts import expert_sums
 from deepspeed_ext.inference.execution.kv_cache import KVCache
 from deepspeed_ext.inference.model.architecture import Architecture
 from deepspeed_ext.inference.model.positions import alibi_slopes
+from deepspeed_ext.inference.weights.experts import ExpertWeights
 from deepspeed_ext.inference.weights.linear import Linear
 from deepspeed_ext.inference.weights.loader import Layer, NormWeights, Weights
 from deepspeed_ext.ops import (
@@ -114,7 +116,10 @@ class Decoder:
             else None
         )
         linears = [
-            part for each in weights.layers for part in (each.qkv, each.out, each.up, each.down)
+            part
+            for each in weights.layers
+            for part in (each.qkv, each.out, each.up, each.down)
+            if part is not None
         ]
         self._fuses_norms = (
             of.norm == "rms"
@@ -179,10 +184,10 @@ class Decoder:
         fuses = weights.project_out is None and weights.head.fuses_norms
         last_norm = weights.final_norm if fuses else None
         state = self._after_layers(x, cache, slots, None, None, last_norm)
-        if state.normed is not None:
-            x, squares, eps = state.normed
-            return self._capped(weights.head(Undivided(x[:, 0], squares[:, 0], eps)))
-        return self.logits(state.total[:, 0])
+        h, _ = self._norm_of_state(state, weights.final_norm)
+        if isinstance(h, Undivided):
+            return self._capped(weights.head(Undivided(h.x[:, 0], h.squares[:, 0], h.eps)))
+        return self._head(h[:, 0])
 
     def _after_layers(
         self,
@@ -213,11 +218,14 @@ class Decoder:
         Returns:
             (..., vocabulary).
         """
-        assert self.weights.head is not None
-        x = self._normed(hidden, self.weights.final_norm)
-        if self.weights.project_out is not None:
-            x = self.weights.project_out(x)
-        return self._capped(self.weights.head(x))
+        return self._head(self._normed(hidden, self.weights.final_norm))
+
+    def _head(self, x: Tensor) -> Tensor:
+        """Return the logits that belong to last hidden states after the last norm."""
+        weights = self.weights
+        assert weights.head is not None
+        x = x if weights.project_out is None else weights.project_out(x)
+        return self._capped(weights.head(x))
 
     def _capped(self, out: Tensor) -> Tensor:
         softcap = self.of.logit_softcap
@@ -277,10 +285,24 @@ class Decoder:
         """Return hidden states after a layer."""
         h, x = self._norm_of_state(state, layer.attention_norm)
         mixed, post_norm = self._attention(layer, h, context), layer.attention_post_norm
+        if layer.experts is not None:
+            state = self._added(layer.out, mixed, x, post_norm, context)
+            return self._after_experts(layer, layer.experts, state)
         state = self._added(layer.out, mixed, x, post_norm, context, layer.mlp_norm)
         h, x = self._norm_of_state(state, layer.mlp_norm)
+        assert layer.down is not None
         wide, post_norm = self._widened(layer, h), layer.mlp_post_norm
         return self._added(layer.down, wide, x, post_norm, context, context.next_norm)
+
+    def _after_experts(
+        self, layer: Layer, experts: ExpertWeights, state: _HiddenState
+    ) -> _HiddenState:
+        """Return hidden states, to which the sums of experts are left to be added."""
+        of = self.of
+        assert of.experts is not None
+        h, x = self._add_and_norm(state.x, state.left, layer.mlp_norm)
+        sums = expert_sums(experts, of.experts, h, of.activation, of.gated)
+        return _HiddenState(x, self._normed(sums, layer.mlp_post_norm))
 
     def _parallel_block(
         self, layer: Layer, state: _HiddenState, context: _LayerContext
@@ -291,6 +313,7 @@ class Decoder:
         if layer.mlp_norm is not None:
             h = self._normed(x, layer.mlp_norm)
         x = layer.out(mixed, residual=x)
+        assert layer.down is not None
         return self._added(layer.down, self._widened(layer, h), x, None, context)
 
     def _block_with_norms_after(
@@ -300,10 +323,12 @@ class Decoder:
         mixed = self._attention(layer, state.x, context)
         state = self._added(layer.out, mixed, state.x, None, context)
         x, _ = self._add_and_norm(state.x, state.left, layer.attention_norm)
+        assert layer.down is not None
         state = self._added(layer.down, self._widened(layer, x), x, None, context)
         return _HiddenState(self._add_and_norm(state.x, state.left, layer.mlp_norm)[0])
 
     def _widened(self, layer: Layer, h: Tensor | Undivided) -> Tensor:
+        assert layer.up is not None
         return layer.up(h, activation=self.of.activation, gated=self.of.gated)
 
     def _added(
@@ -348,12 +373,14 @@ class Decoder:
         batch, n, _ = qkv.shape
         qkv = qkv.view(batch, n, of.heads + 2 * of.kv_heads, of.head_dim)
         q, k, v = qkv.split((of.heads, of.kv_heads, of.kv_heads), 2)
+        if of.whole_norms:
+            q, k = self._normed_whole(q, layer.q_norm), self._normed_whole(k, layer.k_norm)
         frequencies, scale = self._rotations[context.i]
         appending: dict[str, Any] = dict(
             slots=slots,
             counts=counts,
-            q_weight=layer.q_norm,
-            k_weight=layer.k_norm,
+            q_weight=None if of.whole_norms else layer.q_norm,
+            k_weight=None if of.whole_norms else layer.k_norm,
             eps=of.eps,
             weight_offset=of.norm_offset,
             interleaved=of.interleaved,
@@ -363,6 +390,7 @@ class Decoder:
             alibi_slopes=self._slopes,
             window=of.windows[context.i],
             softcap=of.softcap,
+            sinks=layer.sinks,
         )
         if n == 1:
             mixed = append_and_attend_(
@@ -373,6 +401,15 @@ class Decoder:
             mixed = prefill_attention(q, context.kv, slots=slots, counts=counts, **attending)
         assert isinstance(mixed, Tensor)
         return mixed.view(batch, n, of.heads * of.head_dim)
+
+    def _normed_whole(self, heads: Tensor, weight: Tensor | None) -> Tensor:
+        """Return heads, (batch, n, heads, head_dim), after a norm of all of them together."""
+        assert weight is not None
+        norm = rms_norm(
+            heads.flatten(2), weight, eps=self.of.eps, weight_offset=self.of.norm_offset
+        )
+        assert isinstance(norm, Tensor)
+        return norm.view(heads.shape)
 
     def _normed(self, x: Tensor, norm: NormWeights | None) -> Tensor:
         return self._add_and_norm(x, None, norm)[0]

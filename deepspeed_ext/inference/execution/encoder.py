@@ -79,6 +79,7 @@ class Encoder:
         of = self.of
         mixed = self._attention(_linear(layer.qkv, x), part)
         x = self._sum(_linear(layer.out, mixed), x, layer.attention_norm)
+        assert layer.up is not None and layer.down is not None, "no encoder has experts"
         wide = _linear(layer.up, x, of.activation, of.gated)
         return self._sum(_linear(layer.down, wide), x, layer.mlp_norm)
 

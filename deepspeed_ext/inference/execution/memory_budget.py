@@ -75,10 +75,15 @@ def working_bytes(
         is_quantized: whether weights are made floats, one at a time, for many tokens.
         packed: tokens, with padding, that attention has copies of.
     """
-    wide = of.intermediate * (2 if of.gated else 1)
-    states = tokens * (wide + 6 * of.hidden) * dtype.itemsize
+    parts = 2 if of.gated else 1
+    wide, copies, largest = of.intermediate * parts, 0, of.intermediate * parts
+    if of.experts is not None:  # each choice has a copy of its token, and results of its own
+        inner = of.experts.intermediate * parts
+        copies = of.experts.chosen * (2 * of.hidden + inner + of.experts.intermediate)
+        largest = max(wide, of.experts.count * inner)
+    states = tokens * (max(wide, copies) + 6 * of.hidden) * dtype.itemsize
     states += packed * 2 * (of.heads + of.kv_heads) * of.head_dim * dtype.itemsize
-    floats = wide * of.hidden * dtype.itemsize if is_quantized and tokens > ROWS else 0
+    floats = largest * of.hidden * dtype.itemsize if is_quantized and tokens > ROWS else 0
     choice = min(max_batch, ROWS) * of.vocabulary * _BYTES_OF_LOGIT
     scored = (min(tokens, SCORED) * dtype.itemsize + ORDERED * _BYTES_OF_LOGIT) * of.vocabulary
     history = (max_batch + 1) * of.vocabulary * _BYTES_OF_HISTORY  # once requests have asked for it

@@ -4,10 +4,14 @@ import math
 from dataclasses import dataclass, fields
 from typing import Any
 
+from deepspeed_ext.inference.model.expert_sizes import ExpertSizes, expert_sizes_of
 from deepspeed_ext.inference.model.policy import (
+    LARGEST,
     Config,
     Policy,
     Windows,
+    check_size,
+    checked_choice,
     checked_number,
     keys_of,
     name_of,
@@ -25,7 +29,6 @@ _ACTIVATIONS = {  # of configurations, as our ops name them
     "silu": "silu",
     "swish": "silu",
 }
-_LARGEST = 2**31 - 1
 _MOST = {"head_dim": 256, "layers": 10_000}  # of what kernels take; of what is gone through at once
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     # What configurations of many families may say that changes the result, with the values that
@@ -63,7 +66,9 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "n_routed_experts": (0,),
 }
 _NOT_OF_DECODERS = ("token_types", "pooler")
-_NOT_OF_ENCODERS = ("head", "final_norm", "project_in", "project_out", "q_norm", "k_norm")
+_NOT_OF_ENCODERS = (
+    *("head", "final_norm", "project_in", "project_out", "q_norm", "k_norm", "sinks"),
+)
 _LISTS = ("layer_types", "no_rope_layers")  # of which each item counts
 
 
@@ -78,6 +83,7 @@ class Architecture:
         rotations: of each layer, or None.
         windows: of each layer: tokens that a query sees; 0 for all.
         activation: as ``bias_activation`` names it.
+        experts: of layers that have some; None: no layer has.
     """
 
     layers: int
@@ -107,6 +113,8 @@ class Architecture:
     logit_softcap: float
     embedding_scale: float
     causal: bool
+    whole_norms: bool = False
+    experts: ExpertSizes | None = None
 
 
 def architecture_of(policy: Policy, config: Config) -> Architecture:
@@ -124,7 +132,7 @@ def architecture_of(policy: Policy, config: Config) -> Architecture:
         return checked_number(name_of(getattr(policy, name), config, name), get(name), above)
 
     def choice(name: str, choices: tuple[Any, ...]) -> Any:
-        return _choice(name_of(getattr(policy, name), config, name), get(name), choices)
+        return checked_choice(name_of(getattr(policy, name), config, name), get(name), choices)
 
     def cap(name: str) -> float:
         return 0.0 if get(name) is None or get(name) == 0 else number(name, above=0)
@@ -172,6 +180,8 @@ def architecture_of(policy: Policy, config: Config) -> Architecture:
         logit_softcap=cap("logit_softcap"),
         embedding_scale=number("embedding_scale"),
         causal=policy.causal,
+        whole_norms=policy.whole_norms,
+        experts=expert_sizes_of(policy, config, sizes["layers"]),
     )
 
 
@@ -194,18 +204,23 @@ def windows_of(table: Windows | None, config: Config, layers: int) -> tuple[int,
     size = value_of(table.size, config)
     if size is None:
         return (0,) * layers
-    _check_size("sliding_window", size)
+    check_size("sliding_window", size)
     types = config.get("layer_types") if table.by_types else None
     if types is not None:
         _check_length(types, layers)
         for kind in types:
-            _choice("layer_types", kind, ("full_attention", "sliding_attention"))
+            checked_choice("layer_types", kind, ("full_attention", "sliding_attention"))
         return tuple(size if kind == "sliding_attention" else 0 for kind in types)
     first, period = value_of(table.first, config), value_of(table.period, config)
+    behind = value_of(table.behind, config)
+    behind = layers if behind is None else behind
     checked_number("max_window_layers", first)
+    checked_number("max_window_layers", behind)
     if period is not None:
-        _check_size("sliding_window_pattern", period)
-    has_window = (i >= first and (period is None or (i + 1) % period > 0) for i in range(layers))
+        check_size("sliding_window_pattern", period)
+    has_window = (
+        first <= i < behind and (period is None or (i + 1) % period > 0) for i in range(layers)
+    )
     return tuple(size if has else 0 for has in has_window)
 
 
@@ -222,7 +237,7 @@ def _sizes_of(policy: Policy, config: Config) -> dict[str, Any]:
     sizes = {each.name: value_of(getattr(table, each.name), config) for each in fields(table)}
     told = {name: name_of(getattr(table, name), config, name) for name in sizes}
     for name in ("hidden", "heads"):  # others are worked out from them
-        _check_size(told[name], sizes[name])
+        check_size(told[name], sizes[name])
     usual = {
         "kv_heads": sizes["heads"],
         "head_dim": sizes["hidden"] // sizes["heads"],
@@ -233,7 +248,7 @@ def _sizes_of(policy: Policy, config: Config) -> dict[str, Any]:
         sizes[name] = value if sizes[name] is None else sizes[name]
     for name, value in sizes.items():
         if name != "context" or value is not None:
-            _check_size(told[name], value, _MOST.get(name, _LARGEST))
+            check_size(told[name], value, _MOST.get(name, LARGEST))
     if sizes["heads"] % sizes["kv_heads"]:
         raise ValueError(
             f"init_inference: {told['heads']} is {sizes['heads']}, expected a multiple of"
@@ -283,6 +298,11 @@ def _check_use_of_names(policy: Policy, norm_place: str, parallel: bool) -> None
 
     A name that a table has not is no danger: the tensor is left over.
     """
+    if policy.experts is not None and (parallel or norm_place == "after" or not policy.causal):
+        raise ValueError(
+            "init_inference: the table has experts, expected none where norm_place is 'after', or"
+            " parallel is True, or causal is False"
+        )
     if policy.causal and parallel and norm_place != "before":
         raise ValueError(
             f"init_inference: norm_place is {norm_place!r}, expected 'before' where parallel is"
@@ -306,17 +326,3 @@ def _check_use_of_names(policy: Policy, norm_place: str, parallel: bool) -> None
         raise ValueError(
             "init_inference: the table has no name for head, expected one of a decoder"
         )
-
-
-def _check_size(name: str, value: Any, most: int = _LARGEST) -> None:
-    if type(value) is not int or not 0 < value <= most:
-        until = "2^31 - 1" if most == _LARGEST else most
-        raise ValueError(f"init_inference: {name} is {value!r}, expected 1 to {until}")
-
-
-def _choice(name: str, value: Any, choices: tuple[Any, ...]) -> Any:
-    if not isinstance(value, (str, bool)) or value not in choices:
-        raise ValueError(
-            f"init_inference: {name} is {value!r}, expected one of {', '.join(map(str, choices))}"
-        )
-    return value

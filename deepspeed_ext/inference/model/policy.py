@@ -6,6 +6,7 @@ from typing import Any, Literal
 
 Config = Mapping[str, Any]  # of a model: what its config.json says
 
+LARGEST = 2**31 - 1
 _NONE = object()
 
 
@@ -94,6 +95,30 @@ def checked_number(name: str, value: Any, above: float | None = None, most: floa
     return float(value)
 
 
+def check_size(name: str, value: Any, most: int = LARGEST, least: int = 1) -> None:
+    """Refuse what is no whole number from least to most.
+
+    Raises:
+        ValueError: it is none.
+    """
+    if type(value) is not int or not least <= value <= most:
+        until = "2^31 - 1" if most == LARGEST else most
+        raise ValueError(f"init_inference: {name} is {value!r}, expected {least} to {until}")
+
+
+def checked_choice(name: str, value: Any, choices: tuple[Any, ...]) -> Any:
+    """Return one of these texts or truth values.
+
+    Raises:
+        ValueError: it is none of them.
+    """
+    if not isinstance(value, (str, bool)) or value not in choices:
+        raise ValueError(
+            f"init_inference: {name} is {value!r}, expected one of {', '.join(map(str, choices))}"
+        )
+    return value
+
+
 def keys_of(entry: Any) -> set[str]:
     """Return all names of a configuration's values that a table, or a part of one, reads."""
     if isinstance(entry, Key):
@@ -135,6 +160,8 @@ class Names:
         head: from the last hidden state to logits, by any of these names; None if there is none.
         project_in: from embeddings to the first hidden state, where their sizes differ.
         project_out: from the last hidden state to what the head takes, likewise.
+        sinks: the whole name of a tensor with a score for each head, of one more key without a
+            value.
         pooler: from the hidden state of the first token to the pooled one; a state dict may have
             none.
         ignored: parts of names of tensors that nothing needs.
@@ -160,6 +187,7 @@ class Names:
     mlp_post_norm: str | None = None
     q_norm: str | None = None
     k_norm: str | None = None
+    sinks: str | None = None
     pooler: str | None = None
     ignored: tuple[str, ...] = (".rotary_emb.inv_freq",)
 
@@ -172,6 +200,7 @@ class Windows:
         size: tokens that a query of such a layer sees, itself included; None for no windows.
         are_used: whether there are any.
         first: the first layer that may have one.
+        behind: the first one behind those that may; None: there is none.
         period: each so manieth layer has none; None: all have.
         by_types: whether `layer_types` of the configuration, if it has them, says it instead.
     """
@@ -179,8 +208,73 @@ class Windows:
     size: Or = Key("sliding_window", default=None)
     are_used: Or = True
     first: Or = 0
+    behind: Or = None
     period: Or = None
     by_types: bool = True
+
+
+@dataclass(frozen=True)
+class ExpertNames:
+    """Under which names a layer has its experts, in one of the forms that a family is saved in.
+
+    They follow `layer` of `Names`, with {} for the number of an expert, and are without `.weight`
+    and `.bias` then. Names of `up` and `down` without {} are those of whole tensors, of all experts
+    one after another.
+
+    Args:
+        router: from hidden states to the logits of experts, without `.weight` in any case.
+        up: as of `Names`.
+        down: likewise.
+    """
+
+    router: str
+    up: tuple[str, ...]
+    down: str
+
+
+@dataclass(frozen=True)
+class Experts:
+    """What layers have that choose some of many feed-forward blocks for each token.
+
+    Args:
+        names: of each form that there is; the one whose router is there counts.
+        count: of experts.
+        chosen: of them for each token.
+        intermediate: the inner size of each.
+        score: as of ``moe_route``: "softmax", "sigmoid" or "softmax_topk".
+        normalize: whether the weights of those chosen are divided by their sum.
+        first: the first layer that has experts.
+        period: only each so manieth layer has.
+        dense: the numbers of layers that have none in any case.
+        interleaved: whether the rows of a gate and of what it is for alternate in whole tensors.
+        transposed: whether whole tensors lie as (experts, in, out).
+        has_biases: whether router and experts have biases; in whole tensors, under the name of the
+            weight with `_bias` behind it.
+        limit: what a gate is at most, and what it is for at most and at least, which 1 is added to
+            then; the activation is g * sigmoid(1.702 g). None: they may be anything.
+        shared: intermediate size of an expert that all tokens go to; 0 for none.
+        shared_up: its names, as of `Names`.
+        shared_down: likewise.
+        shared_gate: from hidden states to the logit of what the results of this are multiplied by.
+    """
+
+    names: tuple[ExpertNames, ...]
+    count: Or
+    chosen: Or
+    intermediate: Or
+    score: Or = "softmax"
+    normalize: Or = False
+    first: Or = 0
+    period: Or = 1
+    dense: Or = ()
+    interleaved: bool = False
+    transposed: bool = False
+    has_biases: bool = False
+    limit: Or = None
+    shared: Or = 0
+    shared_up: tuple[str, ...] = ()
+    shared_down: str = ""
+    shared_gate: str | None = None
 
 
 @dataclass(frozen=True)
@@ -221,6 +315,7 @@ class Policy:
             None: they are as all others.
         rope_share: how much of a head turns; with a number here, a configuration that says another
             one, as `partial_rotary_factor`, is refused.
+        rope_rules: what stands for `rope_parameters` where the configuration has none.
         activation: as the configuration names it.
         gated: whether the feed-forward block has a gate.
         biases: of the linear layers: (qkv, out, up and down, head).
@@ -229,10 +324,12 @@ class Policy:
         tied: whether the head is the embedding.
         windows: of layers; None for none.
         attention_scale: of the scores; None: 1 / sqrt(head_dim).
+        whole_norms: whether `q_norm` and `k_norm` are of all heads together, not of each.
         softcap: of the scores; 0 or None for none.
         logit_softcap: of the logits; 0 or None for none.
         embedding_scale: what embeddings are multiplied by; rounded to the dtype.
         causal: whether tokens see only those before them.
+        experts: of layers that choose blocks for each token; None: all layers are alike.
     """
 
     families: tuple[str, ...]
@@ -252,6 +349,7 @@ class Policy:
     rope_base: Or = Key("rope_theta", default=10000.0)
     rope_local_base: Or = None
     rope_share: Or = 1.0
+    rope_rules: Mapping[str, Any] = field(default_factory=dict)
     activation: Or = Key("hidden_act")
     gated: Or = True
     biases: tuple[Or, Or, Or, Or] = (False, False, False, False)
@@ -260,10 +358,12 @@ class Policy:
     tied: Or = Key("tie_word_embeddings", default=False)
     windows: Windows | None = None
     attention_scale: Or = None
+    whole_norms: bool = False
     softcap: Or = 0.0
     logit_softcap: Or = 0.0
     embedding_scale: Or = 1.0
     causal: bool = True
+    experts: Experts | None = None
 
     def part_of(self, config: Config) -> Config:
         """Return the configuration of the decoder.

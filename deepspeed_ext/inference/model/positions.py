@@ -128,7 +128,7 @@ def _rules_of(policy: Policy, config: Config, is_local: bool) -> dict[str, Any]:
         raise ValueError(
             f"init_inference: rope_scaling is {scaling!r}, expected what rope_parameters has"
         )
-    given = given or scaling
+    given = given or scaling or policy.rope_rules
     if not isinstance(given, Mapping):
         raise ValueError(f"init_inference: rope_parameters is {given!r}, expected names and values")
     by_type = any(kind in given for kind in _TYPES)

@@ -8,6 +8,7 @@ import torch
 from deepspeed_ext.inference.execution.decoder import Decoder
 from deepspeed_ext.inference.execution.kv_cache import KVCache
 from deepspeed_ext.inference.execution.memory_budget import free_bytes
+from deepspeed_ext.inference.weights.loader import Layer
 from deepspeed_ext.inference.weights.quantize_on_load import bytes_of
 
 _ROUNDS = 5
@@ -17,12 +18,17 @@ def bytes_per_token(decoder: Decoder, cache: KVCache, length: float) -> float:
     """Return the bytes that one request's next token reads: weights, keys and values.
 
     Args:
-        decoder: the model. Of its embedding a row is read, unless it is the head, too.
+        decoder: the model. Of its embedding a row is read, unless it is the head, too; of experts,
+            those that a token chooses.
         cache: of the engine.
         length: tokens before it.
     """
     weights, kv = decoder.weights, cache.layer(0)
     read = bytes_of([weights.layers, weights.final_norm, weights.project_out, weights.head])
+    experts = decoder.of.experts
+    if experts is not None:
+        passed_over = 1 - experts.chosen / experts.count
+        read -= round(passed_over * sum(map(bytes_of_experts, weights.layers)))
     of_token = sum(
         each[0, :, 0].numel() * each.itemsize
         for each in (kv.keys, kv.values, kv.key_scales, kv.value_scales)
@@ -30,6 +36,11 @@ def bytes_per_token(decoder: Decoder, cache: KVCache, length: float) -> float:
     )
     seen = sum(min(length, window or length) for window in decoder.of.windows)
     return read + seen * of_token
+
+
+def bytes_of_experts(layer: Layer) -> int:
+    """Return the bytes of all experts of a layer that tokens choose from."""
+    return 0 if layer.experts is None else bytes_of([layer.experts.up, layer.experts.down])
 
 
 def memory_bandwidth(device: torch.device) -> float | None:

@@ -86,6 +86,12 @@ class Adapter:
             for name in described
         }
         names = {module: _name_of(module, tensors, policy) for module in sorted(modules)}
+        for module, name in names.items():
+            if _is_of_expert(name, policy):
+                raise ValueError(
+                    f"{_OP}: adapter {folder} has {module!r}, expected nothing for single experts;"
+                    f" {_MERGE}"
+                )
         loaded = load(folder / _FILE)
         self._parts: dict[str, _Part] = {}
         for module, name in names.items():
@@ -102,7 +108,7 @@ class Adapter:
                         f" {list(tensors[name].shape)}"
                     )
             self._parts[name] = part
-        _check_none_missing(folder, config, tensors, self._parts)
+        _check_none_missing(folder, config, tensors, self._parts, policy)
 
     def merged(self, tensors: Mapping[str, Tensor], dtype: torch.dtype) -> Mapping[str, Tensor]:
         """Return tensors with the adapter in them, each made when it is asked for.
@@ -161,12 +167,26 @@ def _check(folder: Path, config: Any) -> None:
             )
 
 
+def _is_of_expert(weight: str, policy: Policy) -> bool:
+    """Tell whether a weight is of one expert of several, which are no layers in memory."""
+    every = () if policy.experts is None else policy.experts.names
+    singles = [each for names in every for each in (*names.up, names.down) if "{}" in each]
+    patterns = (re.escape(name).replace(r"\{\}", r"\d+") for name in singles)
+    return any(re.search(rf"\.{pattern}\.weight$", weight) for pattern in patterns)
+
+
 def _check_none_missing(
-    folder: Path, config: Mapping[str, Any], tensors: Mapping[str, Any], parts: Mapping[str, Any]
+    folder: Path,
+    config: Mapping[str, Any],
+    tensors: Mapping[str, Any],
+    parts: Mapping[str, Any],
+    policy: Policy,
 ) -> None:
     """Refuse an adapter that has lost parts: peft saves one of each layer that is named."""
     for weight in sorted(set(tensors) - set(parts)):
         module = weight.removesuffix(".weight")
+        if _is_of_expert(weight, policy):
+            continue  # peft finds no layers there
         if module != weight and _is_target(config, module):
             raise ValueError(
                 f"{_OP}: adapter {folder} has nothing for {module}, expected lora_A and lora_B, as"

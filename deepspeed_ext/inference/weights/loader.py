@@ -1,6 +1,6 @@
 """The weights of a model in the form that blocks compute with, taken over layer by layer."""
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 
 import torch
@@ -8,12 +8,12 @@ from torch import Tensor
 
 from deepspeed_ext.inference.model.architecture import Architecture
 from deepspeed_ext.inference.model.policy import Config, Or, Policy, value_of
-from deepspeed_ext.inference.weights.float8 import Float8Weight
+from deepspeed_ext.inference.weights.expert_taker import take_experts
+from deepspeed_ext.inference.weights.experts import ExpertWeights
 from deepspeed_ext.inference.weights.host_memory import WeightMemory
-from deepspeed_ext.inference.weights.linear import Linear, Stack
-from deepspeed_ext.inference.weights.packed_layers import PackedLayers, are_alike, linear_of
-from deepspeed_ext.ops import PackedWeight
-from deepspeed_ext.quantization.stored_weight import Stored
+from deepspeed_ext.inference.weights.linear import Linear
+from deepspeed_ext.inference.weights.linear_taker import LinearTaker, Quantize
+from deepspeed_ext.inference.weights.packed_layers import PackedLayers
 
 
 @dataclass(frozen=True)
@@ -26,18 +26,24 @@ class NormWeights:
 
 @dataclass(frozen=True)
 class Layer:
-    """The weights of one layer; see `Names` for what they are."""
+    """The weights of one layer; see `Names` for what they are.
+
+    Args:
+        up: None where there are experts, as down is.
+    """
 
     qkv: Linear
     out: Linear
-    up: Linear
-    down: Linear
+    up: Linear | None
+    down: Linear | None
     attention_norm: NormWeights | None
     mlp_norm: NormWeights | None
     attention_post_norm: NormWeights | None
     mlp_post_norm: NormWeights | None
     q_norm: Tensor | None
     k_norm: Tensor | None
+    sinks: Tensor | None
+    experts: ExpertWeights | None
 
 
 @dataclass(frozen=True)
@@ -54,9 +60,6 @@ class Weights:
     project_out: Linear | None
     head: Linear | None
     pooler: Linear | None
-
-
-Quantize = Callable[[Tensor], Tensor | PackedWeight | Float8Weight]
 
 
 class Taker:
@@ -99,18 +102,16 @@ class Taker:
         own: Collection[str] = (),
     ) -> None:
         self._policy, self._config, self._of = policy, policy.part_of(config), architecture
-        self._tensors, self._device, self._dtype = tensors, device, dtype
-        self._quantize, self._quantize_head = quantize, quantize_head
-        self._memory, self._packed, self._own = memory, packed, own
-        self._names = frozenset(tensors)  # as asking whether one is there may read it
-        self._left = set(tensors)
-        self._biased: dict[str, Tensor] = {}  # whether biases have values that no layer takes
+        self._quantize_head = quantize_head
+        part = self._config
+        given = tensors, device, dtype, quantize, memory, packed, own
+        self._take = LinearTaker(policy, part, architecture, *given)
         names = policy.names
-        found = [p for p in names.prefixes if f"{p}{names.embedding}.weight" in self._names]
+        found = [p for p in names.prefixes if f"{p}{names.embedding}.weight" in self._take.names]
         if not found:
             looked = " or ".join(f"{p}{names.embedding}.weight" for p in names.prefixes)
             ending = f"{names.embedding}.weight"
-            near = min((name for name in self._names if name.endswith(ending)), default=None)
+            near = min((name for name in self._take.names if name.endswith(ending)), default=None)
             raise ValueError(
                 f"init_inference: model has no tensor {looked}, expected it for model_type"
                 f" {config.get('model_type')!r}"
@@ -127,172 +128,82 @@ class Taker:
         """
         names, of, prefix = self._policy.names, self._of, self._prefix
         shape = of.vocabulary, of.embedding
-        embedding = self._tensor(f"{prefix}{names.embedding}.weight", shape)
+        embedding = self._take.tensor(f"{prefix}{names.embedding}.weight", shape)
         weights = Weights(
             embedding=embedding,
             positions=self._positions(prefix),
             token_types=self._table(prefix, names.token_types),
             embedding_norm=self._norm(prefix, names.embedding_norm, of.hidden),
             project_in=self._projection(prefix, names.project_in, of.hidden, of.embedding),
-            layers=[self._layer(prefix + names.layer.format(i)) for i in range(of.layers)],
+            layers=[self._layer(prefix + names.layer.format(i), i) for i in range(of.layers)],
             final_norm=self._norm(prefix, names.final_norm, of.hidden),
             project_out=self._projection(prefix, names.project_out, of.embedding, of.hidden),
             head=self._packed_head(self._head(embedding)),
             pooler=self._pooler(prefix),
         )
-        self._check_left()
+        self._take.check_left()
         return weights
 
-    def _layer(self, at: str) -> Layer:
-        names, of = self._policy.names, self._of
+    def _layer(self, at: str, i: int) -> Layer:
+        names, of, take = self._policy.names, self._of, self._take
         qkv_bias, out_bias, mlp_bias, _ = (value_of(e, self._config) for e in self._policy.biases)
         parts = tuple(n * of.head_dim for n in (of.heads, of.kv_heads, of.kv_heads))
         wide = (of.intermediate,) * (2 if of.gated else 1)
+        has_experts = of.experts is not None and of.experts.layers[i]
+        of_norms = parts[:2] if of.whole_norms else (of.head_dim, of.head_dim)
+        up = down = None
+        qkv = take.linear(at, names.qkv, parts, of.hidden, qkv_bias, self._policy.qkv_by_head)
+        out = take.linear(at, (names.out,), (of.hidden,), parts[0], out_bias)
+        if not has_experts:
+            up = take.linear(at, names.up, wide, of.hidden, mlp_bias)
+            down = take.linear(at, (names.down,), (of.hidden,), of.intermediate, mlp_bias)
         return Layer(
-            self._linear(at, names.qkv, parts, of.hidden, qkv_bias, self._policy.qkv_by_head),
-            self._linear(at, (names.out,), (of.hidden,), parts[0], out_bias),
-            self._linear(at, names.up, wide, of.hidden, mlp_bias),
-            self._linear(at, (names.down,), (of.hidden,), of.intermediate, mlp_bias),
+            qkv,
+            out,
+            up,
+            down,
             self._norm(at, names.attention_norm, of.hidden),
             self._norm(at, names.mlp_norm, of.hidden),
             self._norm(at, names.attention_post_norm, of.hidden),
             self._norm(at, names.mlp_post_norm, of.hidden),
-            self._head_norm(at, names.q_norm),
-            self._head_norm(at, names.k_norm),
+            self._norm_of_heads(at, names.q_norm, of_norms[0]),
+            self._norm_of_heads(at, names.k_norm, of_norms[1]),
+            self._sinks(at, names.sinks),
+            take_experts(take, at, self._policy.experts, of) if has_experts else None,
         )
-
-    def _linear(
-        self,
-        at: str,
-        names: tuple[str, ...],
-        rows: tuple[int, ...],
-        length: int,
-        has_bias: bool,
-        by_head: bool = False,
-    ) -> Linear:
-        """Return one layer of what may be several, one below the other.
-
-        Args:
-            names: of each part, or of all together.
-            rows: of each part.
-        """
-        if len(names) == 1:
-            rows = (sum(rows),)
-        elif len(names) != len(rows) or by_head:
-            want = "1" if by_head else f"1 or {len(rows)}"
-            raise ValueError(
-                f"init_inference: the table has {len(names)} names of what lies in"
-                f" {at}{names[0]}, expected {want}"
-            )
-        if any(map(self._is_packed, (f"{at}{name}" for name in names))):
-            return self._packed_linear(at, names, rows, length, has_bias, by_head)
-        weight = self._empty(sum(rows), length, stays=self._quantize is None)
-        for name, into in zip(names, weight.split(rows), strict=True):
-            self._copy(f"{at}{name}.weight", into, self._policy.transposed, by_head)
-        bias = self._bias(at, names, rows, by_head) if has_bias else None
-        return Linear(weight if self._quantize is None else self._quantize(weight), bias)
-
-    def _bias(
-        self, at: str, names: tuple[str, ...], rows: tuple[int, ...], by_head: bool
-    ) -> Tensor:
-        bias = self._empty(sum(rows))
-        for name, into in zip(names, bias.split(rows), strict=True):
-            self._copy(f"{at}{name}.bias", into, by_head=by_head)
-        return bias
-
-    def _is_packed(self, name: str) -> bool:
-        return self._packed is not None and self._packed.has(name)
-
-    def _packed_linear(
-        self,
-        at: str,
-        names: tuple[str, ...],
-        rows: tuple[int, ...],
-        length: int,
-        has_bias: bool,
-        by_head: bool = False,
-    ) -> Linear:
-        """Return the same of weights that come quantized; of those that differ, in parts."""
-        stored, apart = list[Stored](), list[Linear]()
-        for name, n in zip(names, rows, strict=True):
-            if self._is_packed(f"{at}{name}"):
-                stored.append(self._stored(f"{at}{name}", n, length, has_bias))
-            else:
-                floats = self._empty(n, length)
-                self._copy(f"{at}{name}.weight", floats, self._policy.transposed)
-                apart.append(Linear(floats))
-        bias = self._bias(at, names, rows, by_head) if has_bias else None
-        if not apart and are_alike(stored):
-            by_rows = self._rows_by_head(sum(rows)) if by_head else None
-            whole = linear_of(stored, self._device, self._memory, by_rows)
-            return replace(whole, bias=bias)
-        waiting, floats_left = iter(stored), iter(apart)
-        parts = [
-            linear_of([next(waiting)], self._device, self._memory)
-            if self._is_packed(f"{at}{name}")
-            else next(floats_left)
-            for name in names
-        ]
-        biases = [None] * len(rows) if bias is None else bias.split(rows)
-        both = zip(parts, biases, strict=True)
-        return Linear(Stack(tuple(replace(part, bias=its) for part, its in both)))
-
-    def _stored(self, name: str, n: int, length: int, has_bias: bool) -> Stored:
-        """Return the weight of one layer that comes quantized."""
-        assert self._packed is not None
-        there = [part for part in self._packed.parts if f"{name}.{part}" in self._names]
-        tensors = {part: self._read(f"{name}.{part}", is_floats=False) for part in there}
-        stored = self._packed.stored(name, tensors, length)
-        if stored.layout.shape != (n, length):
-            raise ValueError(
-                f"init_inference: {name} has a quantized weight of shape"
-                f" {list(stored.layout.shape)}, expected {[n, length]}"
-            )
-        bias = f"{name}.bias"
-        if not has_bias and bias in self._names:  # packages write zeros for layers without one
-            values = self._read(bias)
-            if not values.is_meta:  # on CUDA nobody waits for it now
-                self._biased[bias] = values.any()
-        return stored
-
-    def _rows_by_head(self, n: int) -> Tensor:
-        """Return where the rows of queries, keys and values are that lie head by head."""
-        rows = torch.arange(n, device="cpu").view(self._of.heads, 3, self._of.head_dim)
-        return rows.transpose(0, 1).reshape(-1)
-
-    def _single(self, name: str, n: int, length: int, has_bias: bool = False) -> Linear:
-        """Return a layer that nothing quantizes, but that may come so."""
-        if self._is_packed(name):
-            return self._packed_linear("", (name,), (n,), length, has_bias)
-        weight = self._tensor(f"{name}.weight", (n, length))
-        return Linear(weight, self._tensor(f"{name}.bias", (n,)) if has_bias else None)
 
     def _projection(self, at: str, name: str | None, n: int, length: int) -> Linear | None:
         """Return what is between hidden states and embeddings, if these are not of one size."""
-        return None if name is None or n == length else self._single(f"{at}{name}", n, length)
+        return None if name is None or n == length else self._take.single(f"{at}{name}", n, length)
 
     def _norm(self, at: str, name: Or, n: int) -> NormWeights | None:
         name = value_of(name, self._config)
         if name is None:
             return None
-        is_older = f"{at}{name}.gamma" in self._names  # as in older files of BERT
+        is_older = f"{at}{name}.gamma" in self._take.names  # as in older files of BERT
         kinds = ("gamma", "beta") if is_older else ("weight", "bias")
-        weight = self._tensor(f"{at}{name}.{kinds[0]}", (n,))
+        weight = self._take.tensor(f"{at}{name}.{kinds[0]}", (n,))
         has_bias = self._policy.norm == "layer"
-        bias = self._tensor(f"{at}{name}.{kinds[1]}", (n,)) if has_bias else None
+        bias = self._take.tensor(f"{at}{name}.{kinds[1]}", (n,)) if has_bias else None
         return NormWeights(weight, bias)
 
-    def _head_norm(self, at: str, name: str | None) -> Tensor | None:
-        return None if name is None else self._tensor(f"{at}{name}.weight", (self._of.head_dim,))
+    def _norm_of_heads(self, at: str, name: str | None, n: int) -> Tensor | None:
+        return None if name is None else self._take.tensor(f"{at}{name}.weight", (n,))
+
+    def _sinks(self, at: str, name: str | None) -> Tensor | None:
+        """Return the scores of sinks in float32, as attention takes them."""
+        if name is None:
+            return None
+        return self._take.tensor(f"{at}{name}", (self._of.heads,)).float()
 
     def _table(self, at: str, name: str | None) -> Tensor | None:
         """Return a table of any number of hidden states."""
         if name is None:
             return None
-        tensor = self._read(f"{at}{name}.weight")
+        tensor = self._take.read(f"{at}{name}.weight")
         rows = len(tensor) if tensor.dim() > 0 else 0
-        self._check_shape(f"{at}{name}.weight", tensor, (rows, self._of.hidden))
-        return self._empty(rows, self._of.hidden).copy_(tensor)
+        self._take.check_shape(f"{at}{name}.weight", tensor, (rows, self._of.hidden))
+        return self._take.empty(rows, self._of.hidden).copy_(tensor)
 
     def _positions(self, at: str) -> Tensor | None:
         of, name = self._of, f"{at}{self._policy.names.positions}.weight"
@@ -313,16 +224,16 @@ class Taker:
         if names is None:
             return None
         has_bias = value_of(self._policy.biases[3], config)
-        name = next((n for n in names if self._is_packed(n)), None)
+        name = next((n for n in names if self._take.is_packed(n)), None)
         if name is not None:
-            return self._single(name, self._of.vocabulary, self._of.embedding, has_bias)
-        name = next((n for n in names if f"{n}.weight" in self._names), names[0])
-        bias = self._tensor(f"{name}.bias", (self._of.vocabulary,)) if has_bias else None
+            return self._take.single(name, self._of.vocabulary, self._of.embedding, has_bias)
+        name = next((n for n in names if f"{n}.weight" in self._take.names), names[0])
+        bias = self._take.tensor(f"{name}.bias", (self._of.vocabulary,)) if has_bias else None
         is_tied = value_of(self._policy.tied, config)
-        if is_tied and f"{name}.weight" not in self._names:
+        if is_tied and f"{name}.weight" not in self._take.names:
             return Linear(embedding, bias)
         shape, stays = (self._of.vocabulary, self._of.embedding), self._quantize_head is None
-        weight = self._tensor(f"{name}.weight", shape, stays and not is_tied)
+        weight = self._take.tensor(f"{name}.weight", shape, stays and not is_tied)
         if not is_tied:
             return Linear(weight, bias)
         bits = {2: torch.int16, 4: torch.int32}[weight.dtype.itemsize]
@@ -345,74 +256,7 @@ class Taker:
 
     def _pooler(self, at: str) -> Linear | None:
         name, n = self._policy.names.pooler, self._of.hidden
-        has = name is not None and f"{at}{name}.weight" in self._names
-        if not has and not self._is_packed(f"{at}{name}"):
+        has = name is not None and f"{at}{name}.weight" in self._take.names
+        if not has and not self._take.is_packed(f"{at}{name}"):
             return None
-        return self._single(f"{at}{name}", n, n, has_bias=True)
-
-    def _empty(self, *shape: int, stays: bool = True) -> Tensor:
-        """Return a tensor to be filled; `stays` if the engine has it in the end."""
-        if self._memory is not None and stays:
-            return self._memory.empty(shape, self._dtype)
-        return torch.empty(shape, device=self._device, dtype=self._dtype)
-
-    def _tensor(self, name: str, shape: tuple[int, ...], stays: bool = True) -> Tensor:
-        if name in self._own:
-            given = self._read(name)
-            self._check_shape(name, given, shape)
-            if given.dtype == self._dtype and given.device == self._device:
-                return given
-            return self._empty(*shape, stays=stays).copy_(given)
-        tensor = self._empty(*shape, stays=stays)
-        self._copy(name, tensor)
-        return tensor
-
-    def _copy(
-        self, name: str, into: Tensor, is_transposed: bool = False, by_head: bool = False
-    ) -> None:
-        """Copy a tensor to where it is to be, once."""
-        tensor = self._read(name)
-        shape = tuple(into.shape)
-        self._check_shape(name, tensor, shape[::-1] if is_transposed else shape)
-        tensor = tensor.t() if is_transposed else tensor
-        if by_head:
-            heads, width = self._of.heads, self._of.head_dim
-            tensor = tensor.unflatten(0, (heads, 3, width)).transpose(0, 1)
-            into = into.unflatten(0, (3, heads, width))
-        into.copy_(tensor)
-
-    def _read(self, name: str, is_floats: bool = True) -> Tensor:
-        if name not in self._names:
-            raise ValueError(
-                f"init_inference: model has no tensor {name!r}, expected it for model_type"
-                f" {self._config.get('model_type')!r}"
-            )
-        self._left.discard(name)
-        tensor = self._tensors[name].detach()
-        if is_floats and not tensor.is_floating_point():
-            raise ValueError(f"init_inference: {name} has dtype {tensor.dtype}, expected floats")
-        if tensor.is_meta and self._device.type != "meta":
-            raise ValueError(f"init_inference: {name} is on meta, expected a tensor with elements")
-        return tensor
-
-    @staticmethod
-    def _check_shape(name: str, tensor: Tensor, shape: tuple[int, ...]) -> None:
-        if tuple(tensor.shape) != shape:
-            raise ValueError(
-                f"init_inference: {name} has shape {list(tensor.shape)}, expected {list(shape)}"
-            )
-
-    def _check_left(self) -> None:
-        for bias, is_one in self._biased.items():
-            if bool(is_one):
-                raise ValueError(
-                    f"init_inference: model has {bias!r}, expected no tensor of this name for"
-                    f" model_type {self._config.get('model_type')!r}, or zeros"
-                )
-        ignored = self._policy.names.ignored
-        left = sorted(name for name in self._left if not any(part in name for part in ignored))
-        if left:
-            raise ValueError(
-                f"init_inference: model has {left[0]!r}, expected no tensor of this name for"
-                f" model_type {self._config.get('model_type')!r}"
-            )
+        return self._take.single(f"{at}{name}", n, n, has_bias=True)

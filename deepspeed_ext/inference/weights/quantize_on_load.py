@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from deepspeed_ext.inference.weights.experts import ExpertLinear, ExpertWeights, SharedExpert
 from deepspeed_ext.inference.weights.float8 import Float8Weight, check_device
 from deepspeed_ext.inference.weights.host_memory import WeightMemory
 from deepspeed_ext.inference.weights.linear import Linear, Stack
@@ -18,6 +19,7 @@ from deepspeed_ext.quantization.packing import Errors, packed, quantize_weight, 
 from deepspeed_ext.quantization.report import LayerReport, Report
 
 _OP = "init_inference"
+_HAVE_LINEARS = Layer, ExpertWeights, SharedExpert
 # Groups of 128 cost 3 % of the bytes of int8, and bound each error by its neighbours' largest
 # element instead of by the row's.
 FORMATS = {"int8": ("int8", 128), "int4": ("int4", 128), "fp8": ("fp8_e4m3", None)}
@@ -97,6 +99,11 @@ class Quantizer:
         self.done.append(Done(made, layout, weight.nbytes, id(weight), errors))
         return made
 
+    @property
+    def largest_floats(self) -> int:
+        """The bytes of the largest weight that was quantized, which is there beside its codes."""
+        return max((done.bytes_before for done in self.done), default=0)
+
     def _layout_of(self, shape: tuple[int, int]) -> WeightLayout:
         return make_layout(
             _OP, self.format, shape, self._group_size, input_format=self._input_format
@@ -146,26 +153,35 @@ def with_input_format(weights: Weights, input_format: str) -> Weights:
         ValueError: there is no such format, or the codes of a weight are no integers.
     """
 
-    def changed(linear: Linear) -> Linear:
-        weight = linear.weight
-        if isinstance(weight, Stack):
-            return replace(linear, weight=Stack(tuple(map(changed, weight.parts))))
-        if not isinstance(weight, PackedWeight):
-            return linear
-        make_layout(_OP, weight.format, weight.shape, None, input_format=input_format)
-        return replace(linear, input_format=input_format)
+    def changed(value: Any) -> Any:
+        if isinstance(value, Linear) and isinstance(value.weight, Stack):
+            return replace(value, weight=Stack(tuple(map(changed, value.weight.parts))))
+        if isinstance(value, Linear | ExpertLinear):
+            weight = value.weight
+            if not isinstance(weight, PackedWeight):
+                return value
+            make_layout(_OP, weight.format, weight.shape, None, input_format=input_format)
+            return replace(value, input_format=input_format)
+        if isinstance(value, _HAVE_LINEARS):
+            return replace(
+                value, **{f.name: changed(getattr(value, f.name)) for f in fields(value)}
+            )
+        return value
 
-    layers = []
-    for layer in weights.layers:
-        linears: dict[str, Any] = {n: changed(linear) for n, linear in _linears(layer).items()}
-        layers.append(replace(layer, **linears))
     head = None if weights.head is None else changed(weights.head)
-    return replace(weights, layers=layers, head=head)
+    return replace(weights, layers=[changed(layer) for layer in weights.layers], head=head)
 
 
-def _linears(layer: Layer) -> dict[str, Linear]:
-    values = {field.name: getattr(layer, field.name) for field in fields(layer)}
-    return {name: value for name, value in values.items() if isinstance(value, Linear)}
+def _linears(layer: Any) -> dict[str, Linear | ExpertLinear]:
+    """Return all linear layers of a layer, also those of its experts, by name."""
+    found: dict[str, Linear | ExpertLinear] = {}
+    for field in fields(layer):
+        value = getattr(layer, field.name)
+        if isinstance(value, Linear | ExpertLinear):
+            found[field.name] = value
+        elif isinstance(value, _HAVE_LINEARS):
+            found |= {f"{field.name}.{name}": each for name, each in _linears(value).items()}
+    return found
 
 
 def bytes_of(weights: object) -> int:

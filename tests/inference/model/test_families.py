@@ -9,9 +9,12 @@ import pytest
 import torch
 from family_cases import (
     CASES,
+    EXPERTS,
+    MIXTURES,
     VOCABULARY,
     InDouble,
     cache_for,
+    config_of,
     decoder_of,
     exact,
     model_of,
@@ -39,9 +42,11 @@ def prompt(length: int = LENGTH) -> list[int]:
     return tokens
 
 
-def exact_states(case: str, state: dict[str, Tensor], tokens: Sequence[int]) -> list[Tensor]:
+def exact_states(
+    case: str, state: dict[str, Tensor], tokens: Sequence[int], config: Any = None
+) -> list[Tensor]:
     with InDouble():
-        states = states_of(exact(case, state), tokens)
+        states = states_of(exact(case, state, config), tokens)
     assert states[-1].dtype == torch.float64
     return states
 
@@ -92,11 +97,16 @@ def test_bfloat16_is_no_further_from_exact_than_that_of_transformers(
     """Ours rounds less often, so its errors are smaller on average: none above 1.03 was seen.
 
     The average is over some thousand elements, that share what came before them: it varies by a
-    few in a hundred. The largest error of them varies more.
+    few in a hundred. The largest error of them varies more. All experts are chosen, as rounding
+    decides where two are as good.
     """
-    model, tokens = decoder_weights(case), prompt()
-    want = exact_states(case, model, tokens)
-    bfloat = type(model_of(case))(model_of(case).config).eval().bfloat16()
+    changes = {}
+    if case in MIXTURES:
+        changes = dict(num_experts_per_tok=EXPERTS)
+    model, tokens = decoder_weights(case, **changes), prompt()
+    config = config_of(case, **changes)
+    want = exact_states(case, model, tokens, config)
+    bfloat = type(model_of(case))(config).eval().bfloat16()
     bfloat.load_state_dict(model)
     usual = states_of(bfloat, tokens)
     decoder = decoder_of(bfloat.config.to_dict(), model, torch.bfloat16)
@@ -109,9 +119,10 @@ def test_bfloat16_is_no_further_from_exact_than_that_of_transformers(
         assert ours.abs().max() <= 2 * theirs.abs().max(), f"layer {i}"
 
 
-def decoder_weights(case: str) -> dict[str, Tensor]:
+def decoder_weights(case: str, **changes: Any) -> dict[str, Tensor]:
     """Those of a case, in bfloat16."""
-    return {name: tensor.bfloat16() for name, tensor in model_of(case).state_dict().items()}
+    state = model_of(case, **changes).state_dict()
+    return {name: tensor.bfloat16() for name, tensor in state.items()}
 
 
 @EACH
@@ -134,7 +145,8 @@ def test_requests_of_any_lengths_side_by_side(case: str, device: str) -> None:
     """
     model = model_of(case)
     decoder = decoder_of(model.config.to_dict(), model.state_dict(), torch.float32, device)
-    lengths, n = (5, 15, 1), 16
+    # A prompt of one token takes the kernel of steps if it is alone; beside a sink that rounds.
+    lengths, n = (5, 15, 2 if case == "gpt_oss" else 1), 16
     cache = cache_for(decoder, slots=4)
     slots = torch.tensor([2, -1, 0, 3], dtype=torch.int32, device=device)
     counts = torch.tensor([lengths[0], 0, *lengths[1:]], dtype=torch.int32, device=device)
@@ -156,7 +168,7 @@ def test_requests_of_any_lengths_side_by_side(case: str, device: str) -> None:
     cache.check()
 
 
-class _Launches(TorchDispatchMode):
+class Launches(TorchDispatchMode):
     """Notes the ops that do something on a device, ours and torch's."""
 
     def __init__(self) -> None:
@@ -182,7 +194,7 @@ _OF_A_LAYER = {  # ops of one layer in a step, for each request one token
 }
 
 
-@EACH
+@pytest.mark.parametrize("case", [case for case in CASES if case not in MIXTURES])
 def test_a_step_is_a_few_launches_and_no_questions(case: str) -> None:
     """What a graph records: nothing is made of numbers of the host, nor read back."""
     model = model_of(case)
@@ -192,7 +204,7 @@ def test_a_step_is_a_few_launches_and_no_questions(case: str) -> None:
     cache.reserve(0, 1)
     with torch.no_grad():
         want = decoder.logits(decoder.hidden(token, cache, slots)[:, 0])
-        with _Launches() as launches:
+        with Launches() as launches:
             got = decoder.step(decoder.embedded(token, cache, slots), cache, slots)
     torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
     of, first = decoder.of, decoder.weights.layers[0]
@@ -206,13 +218,13 @@ def test_a_step_is_a_few_launches_and_no_questions(case: str) -> None:
         of_a_layer -= 2  # 5; the first norm of all stays, the last one does not
     assert len(launches.ours) == of.layers * of_a_layer + ours
     others = 1 + 6 * (of.position == "learned") + (of.embedding_scale != 1)
-    others += (of.norm_place == "both") + 3 * (of.logit_softcap > 0)
+    others += 3 * (of.logit_softcap > 0)
     assert len(launches.others) == others
 
 
 @EACH
 def test_a_step_is_recorded(case: str) -> None:
-    """On the CPU, unless torch has a part in it: sums before norms, in Gemma 2 and 3."""
+    """On the CPU, unless torch has a part in it: caps of logits in Gemma 2, gates in gpt-oss."""
     model = model_of(case)
     decoder = decoder_of(model.config.to_dict(), model.state_dict(), torch.float32)
     cache, slots = cache_for(decoder), torch.zeros(1, dtype=torch.int32)
@@ -222,7 +234,9 @@ def test_a_step_is_recorded(case: str) -> None:
         _, recorded = record(step, decoder.embedded(torch.tensor([[1]]), cache, slots))
         cache.reserve(0, 1)
         x = decoder.embedded(torch.tensor([[2]]), cache, slots)
-        if decoder.of.norm_place == "both":
-            assert recorded.problem == "it calls aten.add.Tensor"
+        if decoder.of.logit_softcap > 0:
+            assert recorded.problem == "it calls aten.div.Tensor"
+        elif case == "gpt_oss":
+            assert recorded.problem == "it calls aten.clamp.default"
         else:
             assert torch.equal(recorded(x), step(x))

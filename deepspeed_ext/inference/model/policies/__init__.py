@@ -6,6 +6,13 @@ from deepspeed_ext.inference.model.policies.gemma import GEMMA2, GEMMA3, GEMMA3_
 from deepspeed_ext.inference.model.policies.gpt2 import GPT2
 from deepspeed_ext.inference.model.policies.gpt_neox import GPT_NEOX
 from deepspeed_ext.inference.model.policies.llama import LLAMA, MISTRAL, PHI3, QWEN2, QWEN3
+from deepspeed_ext.inference.model.policies.mixtures import (
+    GPT_OSS,
+    MIXTRAL,
+    OLMOE,
+    QWEN2_MOE,
+    QWEN3_MOE,
+)
 from deepspeed_ext.inference.model.policies.opt import OPT
 from deepspeed_ext.inference.model.policies.phi import PHI
 from deepspeed_ext.inference.model.policy import Config, Policy
@@ -15,6 +22,11 @@ POLICIES = (
     MISTRAL,
     QWEN2,
     QWEN3,
+    MIXTRAL,
+    QWEN2_MOE,
+    QWEN3_MOE,
+    OLMOE,
+    GPT_OSS,
     GEMMA2,
     GEMMA3_TEXT,
     GEMMA3,
@@ -27,6 +39,7 @@ POLICIES = (
     BERT,
     ROBERTA,
 )
+_OF_LATENTS = ("deepseek_v2", "deepseek_v3", "deepseek_v32")
 
 
 def policy_of(config: Config) -> Policy:
@@ -39,6 +52,11 @@ def policy_of(config: Config) -> Policy:
     for policy in POLICIES:
         if kind in policy.families:
             return policy
+    if kind in _OF_LATENTS:
+        raise ValueError(
+            f"init_inference: model_type is {kind!r}, expected a family whose attention has keys"
+            " and values for heads: here they are made of latent vectors, which no block does"
+        )
     known = ", ".join(sorted(name for policy in POLICIES for name in policy.families))
     raise ValueError(
         f"init_inference: model_type is {kind!r}, expected one of {known}; give a table of your"
