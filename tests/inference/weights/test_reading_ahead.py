@@ -1,5 +1,7 @@
 """FolderTensors: what is read while other tensors are waited for, and what is left after that."""
 
+import os
+import signal
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -99,6 +101,31 @@ def test_who_catches_a_failure_may_ask_for_others() -> None:
             assert float(tensors[NAMES[number]]) == number
 
 
+def test_ctrl_c_leaves_no_more_than_two_under_way() -> None:
+    """What was waited for still uses memory that a third one would be given."""
+    slow: Any = Slow()
+
+    def press() -> None:
+        assert all(slow.begun[name].wait(PATIENCE) for name in NAMES[:2])
+        os.kill(os.getpid(), signal.SIGINT)
+
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with FolderTensors(slow, NAMES, CPU) as tensors:
+            with pytest.raises(KeyboardInterrupt):
+                pressing = in_thread(press)
+                tensors[NAMES[0]]
+            pressing.join()
+            asking = in_thread(lambda: tensors[NAMES[2]])
+            assert not slow.begun[NAMES[2]].wait(0.2)
+            for event in slow.may_end.values():
+                event.set()
+            asking.join()
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert slow.most == 2 and slow.under_way == 0 and not readers()
+
+
 @pytest.mark.parametrize("files", [1, 3])
 def test_a_header_is_parsed_once(
     files: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -119,13 +146,15 @@ def test_a_header_is_parsed_once(
 def test_a_file_that_is_cut_short_between_layers(tmp_path: Path) -> None:
     tensors = tiny_folder.tensors_of()
     shards = Shards("test", tiny_folder.write(tmp_path, tensors=tensors))
-    file, first = tmp_path / "model.safetensors", "model.layers.{}.self_attn.q_proj.weight".format
+    file, cut = tmp_path / "model.safetensors", tmp_path / "cut"
+    first = "model.layers.{}.self_attn.q_proj.weight".format
     with (
         pytest.raises(ValueError, match=r"has \d+ bytes, expected \d+ by its header: it was cut"),
         FolderTensors(shards, list(tensors), CPU) as lazy,
     ):
         assert torch.equal(lazy[first(0)], tensors[first(0)])  # layer 1 may be there, or not
-        file.write_bytes(file.read_bytes()[:-1])
+        cut.write_bytes(file.read_bytes()[:-1])
+        cut.replace(file)  # what is read now is read from the old one
         for i in (1, 2):
             lazy[first(i)]
     assert not readers()
