@@ -101,6 +101,23 @@ def test_who_catches_a_failure_may_ask_for_others() -> None:
             assert float(tensors[NAMES[number]]) == number
 
 
+def test_the_end_waits_for_what_is_read_ahead() -> None:
+    slow: Any = Slow()
+    slow.may_end[NAMES[0]].set()
+    left = threading.Event()
+
+    def load() -> None:
+        with FolderTensors(slow, NAMES, CPU) as tensors:
+            tensors[NAMES[0]]
+        left.set()
+
+    loading = in_thread(load)
+    assert slow.begun[NAMES[1]].wait(PATIENCE) and not left.wait(0.2)
+    slow.may_end[NAMES[1]].set()
+    loading.join()
+    assert slow.under_way == 0 and not readers()
+
+
 def test_ctrl_c_leaves_no_more_than_two_under_way() -> None:
     """What was waited for still uses memory that a third one would be given."""
     slow: Any = Slow()
