@@ -27,7 +27,7 @@ from deepspeed_ext.threads import AwaitedThread, answer
 _OP = "init_inference"
 _ADAPTER = "adapter_config.json"  # transformers loads what it names on top of the weights
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-_LAYERS_AT_ONCE = 2  # one is worked on, one read
+_LAYERS_AT_ONCE = 2  # one is waited for or worked on, one read
 _CODES = (torch.int32, torch.int64, torch.int8, torch.uint8)
 
 
