@@ -36,7 +36,7 @@ class Stored(Protocol):
     def order(self) -> Tensor | None: ...
 
     def write(self, into: Mapping[str, Tensor]) -> None:
-        """Fill the tensors of the layout, of which all but `order` may be rows of larger ones."""
+        """Fill the tensors of the layout, which may be rows of larger ones; `order` is there."""
 
 
 class Packing(Protocol):
@@ -92,9 +92,7 @@ class StoredWeight:
     across: bool = False
 
     def write(self, into: Mapping[str, Tensor]) -> None:
-        """Fill the tensors of the layout; on the CPU by as many threads as torch has."""
-        if self.order is not None:
-            copy_up(self.order, into["order"])
+        """See `Stored`; on the CPU by as many threads as torch has."""
         n = self.layout.shape[0]
         at_once = self._rows_at_once() if into["codes"].device.type == "cpu" else max(n, 1)
         in_threads(
@@ -130,6 +128,8 @@ class StoredWeight:
     def tensors(self) -> dict[str, Tensor]:
         """Return what a layer keeps."""
         made = self.layout.tensors_on(self.scales.device)
+        if self.order is not None:
+            copy_up(self.order, made["order"])
         self.write(made)
         return made
 
@@ -194,11 +194,11 @@ def order_of(
         )
     if g_idx.is_meta:
         return g_idx.long() if is_mixed else None
-    in_order = torch.arange(length, device=g_idx.device) // group
-    if torch.equal(g_idx.long(), in_order):
+    in_order = torch.arange(length, dtype=g_idx.dtype, device=g_idx.device) // group
+    if torch.equal(g_idx, in_order):
         return None
-    order = g_idx.long().argsort(stable=True)
-    if not torch.equal(g_idx.long()[order], in_order):
+    groups, order = g_idx.sort(stable=True)
+    if not torch.equal(groups, in_order):
         raise ValueError(
             f"{what} has {name} with groups of other sizes, expected {group} columns in each"
         )

@@ -4,6 +4,7 @@ import re
 from collections import deque
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,7 @@ from deepspeed_ext.threads import AwaitedThread, answer
 _OP = "init_inference"
 _ADAPTER = "adapter_config.json"  # transformers loads what it names on top of the weights
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-_LAYERS_AT_ONCE = 2  # one is worked on, one read
+_LAYERS_AT_ONCE = 2  # one is waited for or worked on, one read
 _CODES = (torch.int32, torch.int64, torch.int8, torch.uint8)
 
 
@@ -181,7 +182,7 @@ class FolderTensors(Mapping[str, Tensor]):
         self._shards, self._device, self._on_host = shards, device, on_host
         self._groups = _by_layer(names)
         self.own = frozenset(name for name in names if _layer_of(name) is None)
-        self._room = max((_room(shards, group) for group in self._groups), default=0)
+        self._room = max((self._room_of(group) for group in self._groups), default=0)
         self._pages: deque[tuple[Sequence[str], ReusedPages]] = deque()  # the next to use first
         self._group_of = {name: i for i, group in enumerate(self._groups) for name in group}
         self._held: dict[str, Tensor] = {}
@@ -189,7 +190,7 @@ class FolderTensors(Mapping[str, Tensor]):
         self._ahead: Future[dict[str, Tensor]] | None = None  # of the next group
         self._stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
         self._engine = AsyncIO(threads=2)  # memory is fresh: each thread has it cleared
-        self._reader: AwaitedThread | None = None  # the last one; there is one at a time
+        self._readers: deque[AwaitedThread] = deque()  # those that may not be over
         self._bar = _bar(sum(shards.tensors[n].nbytes for n in names)) if progress else None
 
     def __enter__(self) -> "FolderTensors":
@@ -197,7 +198,9 @@ class FolderTensors(Mapping[str, Tensor]):
 
     def __exit__(self, *_: object) -> None:
         try:
-            self._await_reader()
+            with ExitStack() as each:  # all of them, whichever is interrupted
+                for reader in self._readers:
+                    each.callback(_await, reader)
         finally:
             self._ahead = None
             self._held.clear()
@@ -224,17 +227,20 @@ class FolderTensors(Mapping[str, Tensor]):
         return len(self._shards.tensors)
 
     def _take_next(self) -> None:
-        """Hold the tensors of the next group, and have the one after it read."""
-        ahead, self._ahead = self._ahead, None
+        """Hold the tensors of the next group, and have the one after it read.
+
+        It begins before this one has ended: between the two the disk would have nothing to do.
+        """
+        names, ahead = self._groups[self._taken], self._ahead
         if ahead is None:
             ahead = self._begin_group(self._taken)
-        self._held.update(ahead.result())
-        if self._bar is not None:
-            names = self._groups[self._taken]
-            self._bar.update(sum(self._shards.tensors[name].nbytes for name in names))
+        self._ahead = None
         self._taken += 1
         if self._taken < len(self._groups):
             self._ahead = self._begin_group(self._taken)
+        self._held.update(ahead.result())
+        if self._bar is not None:
+            self._bar.update(sum(self._shards.tensors[name].nbytes for name in names))
 
     def _begin_group(self, number: int) -> Future[dict[str, Tensor]]:
         names = self._groups[number]
@@ -254,31 +260,41 @@ class FolderTensors(Mapping[str, Tensor]):
     def _begin(
         self, names: Sequence[str], pages: ReusedPages | None = None
     ) -> Future[dict[str, Tensor]]:
-        """Have tensors read by a thread, when the one before is over."""
-        self._await_reader()
+        """Have tensors read by a thread, when the one before the last is over."""
+        while len(self._readers) >= _LAYERS_AT_ONCE:
+            _await(self._readers[0])
+            self._readers.popleft()
         future: Future[dict[str, Tensor]] = Future()
         work = partial(answer, future, partial(self._load, names, pages))
-        self._reader = AwaitedThread(work, "deepspeed_ext.inference.model.checkpoint_folder")
-        self._reader.start()
+        reader = AwaitedThread(work, "deepspeed_ext.inference.model.checkpoint_folder")
+        self._readers.append(reader)
+        reader.start()
         return future
 
-    def _await_reader(self) -> None:
-        if self._reader is not None and self._reader.ident:  # else it could not be started
-            self._reader.await_end()
-
     def _load(self, names: Sequence[str], pages: ReusedPages | None) -> dict[str, Tensor]:
-        apart = [n for n in names if n.rpartition(".")[2] in self._on_host]
-        if self._device.type == "cpu" or not apart:
-            return self._load_to(self._device, names, pages)
-        rest = [name for name in names if name not in apart]
-        on_host = self._load_to(torch.device("cpu"), apart, None)
-        return on_host | self._load_to(self._device, rest, pages)
-
-    def _load_to(
-        self, device: torch.device, names: Sequence[str], pages: ReusedPages | None
-    ) -> dict[str, Tensor]:
+        apart = [name for name in names if self._is_on_host(name)]
         with torch.cuda.stream(self._stream):  # that of who asks; of the CPU there is none
-            return self._shards.load(names, device, self._engine, pages)
+            if pages is not None or not apart:
+                return self._shards.load(names, self._device, self._engine, pages, apart)
+            rest = [name for name in names if name not in apart]
+            on_host = self._shards.load(apart, torch.device("cpu"), self._engine)
+            return on_host | self._shards.load(rest, self._device, self._engine)
+
+    def _is_on_host(self, name: str) -> bool:
+        return name.rpartition(".")[2] in self._on_host
+
+    def _room_of(self, names: Sequence[str]) -> int:
+        """Return what the memory of a layer has to have on the CPU."""
+        if _layer_of(names[0]) is None:
+            return 0
+        on_cpu = self._device.type == "cpu"
+        some = [name for name in names if on_cpu or self._is_on_host(name)]
+        return sum(self._shards.tensors[name].nbytes + BESIDE_BYTES for name in some)
+
+
+def _await(reader: AwaitedThread) -> None:
+    if reader.ident:  # else it could not be started
+        reader.await_end()
 
 
 def _bar(total: int) -> Any:
@@ -294,13 +310,6 @@ def reading_bytes(shards: Shards, names: Sequence[str]) -> int:
     largest = max((n for n, is_one in zip(nbytes, is_layer, strict=True) if is_one), default=0)
     sizes = [largest if is_one else n for n, is_one in zip(nbytes, is_layer, strict=True)]
     return max(map(sum, zip(sizes, [*sizes[1:], 0], strict=True)), default=0)
-
-
-def _room(shards: Shards, names: Sequence[str]) -> int:
-    """Return what the memory of a layer has to have."""
-    if _layer_of(names[0]) is None:
-        return 0
-    return sum(shards.tensors[name].nbytes + BESIDE_BYTES for name in names)
 
 
 def _layer_of(name: str) -> str | None:

@@ -133,8 +133,6 @@ class _OwnWeight:
         into["codes"].copy_(self.own["codes"][:n])
         for name in self.layout.tensors().keys() - {"codes", "order"}:
             into[name][:, :n].copy_(self.own[name][:, :n])
-        if self.layout.act_order:
-            copy_up(self.own["order"], into["order"])
 
 
 def quantized_in(model: nn.Module) -> dict[str, QuantizedLinear]:
@@ -208,6 +206,9 @@ def linear_of(
     n = sum(each.layout.shape[0] for each in weights)
     layout = replace(first, shape=(n, first.shape[1]))
     made = _tensors_for(layout, device, memory)
+    order = weights[0].order
+    if order is not None and device.type != "meta":
+        copy_up(order, made["order"])  # once, as all have it
     begin = 0
     for each in weights if device.type != "meta" else ():
         end = begin + each.layout.shape[0]

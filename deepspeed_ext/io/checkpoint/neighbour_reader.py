@@ -1,6 +1,6 @@
 """NeighbourReader: tensors that lie side by side in one file, read at once into shared memory."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -45,6 +45,7 @@ class ReusedPages:
 
 
 _PAGE = 4096
+_CPU = torch.device("cpu")
 
 
 class NeighbourReader:
@@ -56,14 +57,20 @@ class NeighbourReader:
         engine: that reads.
         file: that is read.
         device: where the tensors are to be, cpu or cuda.
-        pages: memory of the CPU; None: fresh memory.
+        pages: memory of the CPU.
+        on_host: the names of tensors that are to be on the CPU all the same.
     """
 
     def __init__(
-        self, engine: AsyncIO, file: File, device: torch.device, pages: ReusedPages | None
+        self,
+        engine: AsyncIO,
+        file: File,
+        device: torch.device,
+        pages: ReusedPages,
+        on_host: Collection[str] = (),
     ) -> None:
         self._engine, self._file, self._device = engine, file, device
-        self._pages = ReusedPages(0) if pages is None else pages
+        self._pages, self._on_host = pages, on_host
         self._page = max(file.offset_alignment, 1)
         self._end = file.size()
         self._window = Window(HELD_BYTES)
@@ -75,15 +82,13 @@ class NeighbourReader:
             spans: in any order; none is empty.
         """
         tensors: dict[str, Tensor] = {}
-        for group in _neighbours(sorted(spans, key=lambda span: span.begin)):
-            first = group[0].begin // self._page * self._page
-            last = -(-group[-1].end // self._page) * self._page
-            memory = self._memory(min(last, self._end) - first)
-            for start in range(0, memory.numel(), PIECE_BYTES):
-                piece = memory[start : start + PIECE_BYTES]
-                self._window.add(self._engine.read(piece, self._file, first + start), piece.numel())
-            for name, begin, end in group:
-                tensors[name] = memory[begin - first : end - first]
+        in_order = sorted(spans, key=lambda span: span.begin)
+        apart = [span for span in in_order if span.name in self._on_host]
+        rest = [span for span in in_order if span.name not in self._on_host]
+        for group in _neighbours(apart):  # the small ones first: others do not wait for them
+            tensors.update(self._begin(group, _CPU))
+        for group in _neighbours(rest):
+            tensors.update(self._begin(group, self._device))
         self._window.finish()
         return tensors
 
@@ -91,10 +96,20 @@ class NeighbourReader:
         """Wait for what is under way; nothing, after `read`."""
         self._window.abandon()
 
-    def _memory(self, nbytes: int) -> Tensor:
-        if self._device.type == "cpu":
+    def _begin(self, group: Sequence[Span], device: torch.device) -> dict[str, Tensor]:
+        """Begin to read neighbours; return where each will be."""
+        first = group[0].begin // self._page * self._page
+        last = -(-group[-1].end // self._page) * self._page
+        memory = self._memory(min(last, self._end) - first, device)
+        for start in range(0, memory.numel(), PIECE_BYTES):
+            piece = memory[start : start + PIECE_BYTES]
+            self._window.add(self._engine.read(piece, self._file, first + start), piece.numel())
+        return {name: memory[begin - first : end - first] for name, begin, end in group}
+
+    def _memory(self, nbytes: int, device: torch.device) -> Tensor:
+        if device.type == "cpu":
             return self._pages.take(nbytes)
-        return torch.empty(nbytes, dtype=torch.uint8, device=self._device)
+        return torch.empty(nbytes, dtype=torch.uint8, device=device)
 
 
 def _neighbours(spans: Iterable[Span]) -> Iterator[Sequence[Span]]:

@@ -3,7 +3,7 @@
 import json
 import os
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from deepspeed_ext.io.checkpoint.neighbour_reader import ReusedPages
-from deepspeed_ext.io.checkpoint.state_dict import SavedTensor, inspect, load, load_together
+from deepspeed_ext.io.checkpoint.state_dict import SavedFile, SavedTensor
 from deepspeed_ext.io.engine.async_io import AsyncIO
 
 ONE_FILE, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -41,6 +41,7 @@ class Shards:
         self._op = op
         self.tensors: dict[str, SavedTensor] = {}
         self.files: dict[str, Path] = {}
+        self._saved: dict[Path, SavedFile] = {}
         if (folder / ONE_FILE).exists():
             self._add(folder / ONE_FILE)
         elif (folder / INDEX).exists():
@@ -54,6 +55,7 @@ class Shards:
         device: torch.device,
         engine: AsyncIO,
         pages: ReusedPages | None = None,
+        on_host: Collection[str] = (),
     ) -> dict[str, Tensor]:
         """Return some tensors, reading no others; those of a file are read together.
 
@@ -63,6 +65,7 @@ class Shards:
             engine: what reads.
             pages: memory of the CPU that they share, as they do any on CUDA; None: each has its
                 own.
+            on_host: with pages, the names of those that are on the CPU whatever the device.
 
         Raises:
             ValueError: a file is another one by now.
@@ -73,14 +76,16 @@ class Shards:
             by_file[self.files[name]].append(name)
         loaded: dict[str, Tensor] = {}
         for file, some in by_file.items():
+            saved = self._saved[file]
             if pages is None:
-                loaded.update(load(file, names=some, device=device, engine=engine))
+                loaded.update(saved.load(some, device, engine))
             else:
-                loaded.update(load_together(file, some, device, engine, pages))
+                loaded.update(saved.load_together(some, device, engine, pages, on_host))
         return loaded
 
     def _add(self, file: Path) -> None:
-        saved = inspect(file).tensors
+        self._saved[file] = SavedFile(file)
+        saved = self._saved[file].inspect().tensors
         for name in saved:
             if name in self.files:
                 raise ValueError(

@@ -3,7 +3,7 @@
 import contextlib
 import mmap
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 
@@ -163,53 +163,97 @@ def load(
             name, or one whose dtype torch lacks.
         OSError: the file cannot be read.
     """
-    return _loaded(path, names, device, engine, GroupedReader)
+    return SavedFile(path).load(names, device, engine)
 
 
-def load_together(
-    path: str | os.PathLike[str],
-    names: Iterable[str],
-    device: torch.device,
-    engine: AsyncIO,
-    pages: ReusedPages | None,
-) -> dict[str, Tensor]:
-    """Load tensors as `load` does, but neighbours at once, into memory that they share.
+class SavedFile:
+    """A file in the safetensors format, whose header is parsed once, unless the file is changed.
 
     Args:
         path: of the file.
-        names: of the tensors.
-        device: where to, cpu or cuda.
-        engine: what reads.
-        pages: on the CPU, where the tensors are; None: fresh memory.
     """
-    return _loaded(path, names, device, engine, partial(NeighbourReader, pages=pages))
 
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self._path = path
+        self._parsed: tuple[tuple[int, ...], Header, dict[str, str]] | None = None
 
-def _loaded(
-    path: str | os.PathLike[str],
-    names: Iterable[str] | None,
-    device: str | int | torch.device,
-    engine: AsyncIO | None,
-    reader_of: Callable[[AsyncIO, File, torch.device], GroupedReader | NeighbourReader],
-) -> dict[str, Tensor]:
-    name = path_text("io.load", path)
-    device = _checked_device(device)
-    with (
-        _opened(engine, threads=2) as running,  # memory is fresh: each thread has it cleared
-        contextlib.closing(native().File(os.fsencode(name), "read")) as file,
-    ):
-        header = _read_header("io.load", file.fileno(), name)
-        ties = ties_in(header)
-        wanted = _checked_names(names, header, ties, name)
-        kept = dict.fromkeys(ties.get(one, one) for one in wanted)
-        spans = [_span(one, header, name) for one in kept]
-        reader = reader_of(running, file, device)
-        try:
-            flat = reader.read(span for span in spans if span.nbytes)
-        finally:
-            reader.abandon()
-    loaded = {name: _shaped(flat.pop(name, None), header.tensors[name], device) for name in kept}
-    return {name: loaded[ties.get(name, name)] for name in wanted}
+    def inspect(self) -> SavedStateDict:
+        """See `inspect`."""
+        name = path_text("io.inspect", self._path)
+        with open(open_regular("io.inspect", name, os.O_RDONLY), "rb", buffering=0) as file:
+            header, ties = self._header("io.inspect", file.fileno(), name)
+        tensors = {name: _described(entry) for name, entry in header.tensors.items()}
+        tied = {name: _described(header.tensors[kept], kept) for name, kept in ties.items()}
+        return SavedStateDict(tensors | tied, without_ties(header.metadata, ties))
+
+    def load(
+        self,
+        names: Iterable[str] | None = None,
+        device: str | int | torch.device = "cpu",
+        engine: AsyncIO | None = None,
+    ) -> dict[str, Tensor]:
+        """See `load`."""
+        return self._load(names, device, engine, GroupedReader)
+
+    def load_together(
+        self,
+        names: Iterable[str],
+        device: torch.device,
+        engine: AsyncIO,
+        pages: ReusedPages,
+        on_host: Collection[str] = (),
+    ) -> dict[str, Tensor]:
+        """Load tensors as `load` does, but neighbours at once, into memory that they share.
+
+        Args:
+            names: of the tensors.
+            device: where to, cpu or cuda.
+            engine: what reads.
+            pages: where the tensors are that are on the CPU.
+            on_host: names of those that are on the CPU whatever the device.
+        """
+        reader = partial(NeighbourReader, pages=pages, on_host=on_host)
+        return self._load(names, device, engine, reader)
+
+    def _load(
+        self,
+        names: Iterable[str] | None,
+        device: str | int | torch.device,
+        engine: AsyncIO | None,
+        reader_of: Callable[[AsyncIO, File, torch.device], GroupedReader | NeighbourReader],
+    ) -> dict[str, Tensor]:
+        name = path_text("io.load", self._path)
+        device = _checked_device(device)
+        with (
+            _opened(engine, threads=2) as running,  # memory is fresh: each thread has it cleared
+            contextlib.closing(native().File(os.fsencode(name), "read")) as file,
+        ):
+            header, ties = self._header("io.load", file.fileno(), name)
+            wanted = _checked_names(names, header, ties, name)
+            kept = dict.fromkeys(ties.get(one, one) for one in wanted)
+            spans = [_span(one, header, name) for one in kept]
+            reader = reader_of(running, file, device)
+            try:
+                flat = reader.read(span for span in spans if span.nbytes)
+            finally:
+                reader.abandon()
+        loaded = {
+            name: _shaped(flat.pop(name, None), header.tensors[name], device) for name in kept
+        }
+        return {name: loaded[ties.get(name, name)] for name in wanted}
+
+    def _header(self, op: str, fd: int, path: str) -> tuple[Header, dict[str, str]]:
+        """Return what an open file says of itself, and which names are tied."""
+        status = os.fstat(fd)
+        state = (
+            *(status.st_dev, status.st_ino, status.st_size),
+            *(status.st_mtime_ns, status.st_ctime_ns),
+        )
+        parsed = self._parsed
+        if parsed is None or parsed[0] != state:
+            header = _read_header(op, fd, path)
+            parsed = self._parsed = state, header, ties_in(header)
+        return parsed[1:]
 
 
 def inspect(path: str | os.PathLike[str]) -> SavedStateDict:
@@ -222,14 +266,7 @@ def inspect(path: str | os.PathLike[str]) -> SavedStateDict:
         ValueError: the file breaks a rule of the format or was cut short.
         OSError: the file cannot be read.
     """
-    name = path_text("io.inspect", path)
-    with open(open_regular("io.inspect", name, os.O_RDONLY), "rb", buffering=0) as file:
-        header = _read_header("io.inspect", file.fileno(), name)
-    ties = ties_in(header)
-    tensors = {name: _described(entry) for name, entry in header.tensors.items()}
-    tensors.update({name: _described(header.tensors[kept], kept) for name, kept in ties.items()})
-    metadata = without_ties(header.metadata, ties)
-    return SavedStateDict(tensors, metadata)
+    return SavedFile(path).inspect()
 
 
 def _laid_out(

@@ -98,8 +98,9 @@ def test_each_tensor_is_read_once_and_the_next_layer_ahead(
     init_inference(tmp_path)
     names = [name for call in calls for name in call]
     assert len(names) == len(set(names)) and set(names) == set(tiny_folder.tensors_of())
-    assert [len(call) for call in calls] == [1, 9, 9, 9, 2]
-    assert all(len({name.split(".")[2] for name in call}) == 1 for call in calls[1:4])
+    assert sorted(len(call) for call in calls) == [1, 2, 9, 9, 9]
+    layers = [call for call in calls if len(call) == 9]
+    assert all(len({name.split(".")[2] for name in call}) == 1 for call in layers)
 
 
 def test_a_tensor_may_be_asked_for_again(tmp_path: Path) -> None:
