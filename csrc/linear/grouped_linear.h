@@ -26,4 +26,9 @@ void grouped_linear_cpu(Isa isa, const GroupedLinear& call, const RowsOfExpert& 
 int64_t grouped_workspace_bytes(const GroupedLinear& call);
 void grouped_linear_cuda(const GroupedLinear& call, void* workspace, void* stream);
 
+// Queues zeros for so many columns of the rows from *end on, of `count`: those that are nobody's.
+// Throws std::runtime_error.
+void clear_rows_cuda(const Rows& rows, int64_t count, int64_t columns, const int32_t* end,
+                     void* stream);
+
 }  // namespace dsx

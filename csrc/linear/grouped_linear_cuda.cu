@@ -34,7 +34,31 @@ struct Grouped {
   }
 };
 
+constexpr int kClearers = 132, kClearThreads = 256;
+
+// A block has every so manieth row.
+template <class T>
+__global__ void __launch_bounds__(kClearThreads)
+    clear_rows_kernel(const __grid_constant__ Rows rows, int count, int64_t columns,
+                      const int32_t* end) {
+  const int first = cuda::RowRange::within(*end, count);
+  for (int row = first + int(blockIdx.x); row < count; row += kClearers) {
+    T* const out = rows.even_row<T>(row).address;
+    for (int64_t i = threadIdx.x; i < columns; i += kClearThreads) out[i] = cuda::narrow<T>(0.0f);
+  }
+}
+
 }  // namespace
+
+void clear_rows_cuda(const Rows& rows, int64_t count, int64_t columns, const int32_t* end,
+                     void* stream) {
+  cuda::check(cudaPeekAtLastError(), kOp);  // of somebody before
+  with_storage_type(rows.dtype, [&](auto storage) {
+    clear_rows_kernel<decltype(storage)>
+        <<<kClearers, kClearThreads, 0, cudaStream_t(stream)>>>(rows, int(count), columns, end);
+  });
+  cuda::check(cudaGetLastError(), kOp);
+}
 
 int64_t grouped_workspace_bytes(const GroupedLinear& call) { return cuda::gathered_bytes(call); }
 

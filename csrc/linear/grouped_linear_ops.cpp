@@ -54,9 +54,32 @@ Tensor grouped_linear(const Tensor& x, const Tensor& weight, const Tensor& offse
   return reader.finish("weight", view.sizes[0], view.sizes[1], &run);
 }
 
+#ifdef USE_CUDA
+void grouped_linear_clear(const Tensor& rows, const Tensor& offsets) {
+  const TensorView view(rows.get());
+  const WholeNumbers ends(kOp, {"offsets"}, offsets, aoti_torch_dtype_int32(), view);
+  check(view.dim == 2 && view.is_contiguous(), kOp, ": rows has shape ",
+        Integers{view.sizes, view.dim}, ", expected rows and columns in one piece");
+  check(ends.view.dim == 1 && ends.view.numel > 0, kOp, ": offsets has shape ",
+        Integers{ends.view.sizes, ends.view.dim},
+        ", expected a number for each expert, one at least");
+  check(view.sizes[0] <= INT32_MAX, kOp, ": rows has ", view.sizes[0], " rows, expected ",
+        INT32_MAX, " at the most");
+  check_memory(kOp, {"rows"}, view);
+  if (view.numel == 0) return;
+  const Rows all{view.data, view.sizes[1], storage_dtype(kOp, {"rows"}, view)};
+  const OnDevice on(view.device_index);
+  clear_rows_cuda(all, view.sizes[0], view.sizes[1], ends.numbers<int32_t>() + ends.view.numel - 1,
+                  on.stream);
+}
+#endif
+
 }  // namespace
 
 STABLE_TORCH_LIBRARY_IMPL(deepspeed_ext, DSX_DEVICE, library) {
+#ifdef USE_CUDA
+  library.impl("grouped_linear_clear_", &boxed<&grouped_linear_clear>);
+#endif
   library.impl("grouped_linear.few", &boxed<&grouped_linear>);
 }
 

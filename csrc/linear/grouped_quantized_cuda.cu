@@ -3,7 +3,7 @@
 #include "linear/grouped_quantized.h"
 
 #include "linear/grouped_rows_cuda.cuh"
-#include "linear/quantized_any_cuda.cuh"
+#include "linear/quantized_integers_cuda.cuh"
 #include "linear/quantized_products_cuda.cuh"
 
 namespace dsx {
@@ -15,15 +15,14 @@ struct GroupedCodes : cuda::CodesCall {
   cuda::RowGroups groups;
 };
 
-template <class T_, bool kAsymmetric>
+struct GroupedIntegers : cuda::IntegersCall {
+  cuda::RowGroups groups;
+};
+
+template <class Call_>
 struct Grouped {
-  using Call = GroupedCodes;
-  using T = T_;
+  using Call = Call_;
   using Weight = uint8_t;
-  using X = T;
-  template <int kColumnTiles>
-  using Products = cuda::CodeProducts<T, DSX_BITS, kColumnTiles, kAsymmetric>;
-  static constexpr int kXLines = 16 / DSX_BITS;
   static constexpr bool kScaled = true;
   static constexpr bool kGrouped = true;
   static constexpr int kTogether = 1;
@@ -34,10 +33,36 @@ struct Grouped {
     rows.pitch = call.weight.row_bytes;
     return {rows, call.weight.rows, call.weight.row_bytes};
   }
+  DSX_HOST_DEVICE static const cuda::Scales& scales(const Call& call) { return call.scales; }
+};
+
+template <class T_, bool kAsymmetric>
+struct AsFloats : Grouped<GroupedCodes> {
+  using T = T_;
+  using X = T;
+  template <int kColumnTiles>
+  using Products = cuda::CodeProducts<T, DSX_BITS, kColumnTiles, kAsymmetric>;
+  static constexpr int kXLines = 16 / DSX_BITS;
+
   DSX_HOST_DEVICE static cuda::Operand<X> x(const Call& call) {
     return {call.x, call.rows, call.length};
   }
-  DSX_HOST_DEVICE static const cuda::Scales& scales(const Call& call) { return call.scales; }
+};
+
+template <class T_>
+struct AsIntegers : Grouped<GroupedIntegers> {
+  using T = T_;
+  using X = uint8_t;
+  template <int kColumnTiles>
+  using Products = cuda::IntegerTiles<kColumnTiles>;
+  static constexpr int kXLines = 8 / DSX_BITS;
+
+  DSX_HOST_DEVICE static cuda::Operand<X> x(const Call& call) {
+    Rows rows;
+    rows.data = call.bytes.bytes;
+    rows.pitch = call.bytes.pitch;
+    return {rows, call.rows, call.bytes.pitch};
+  }
 };
 
 constexpr int kTogether = 8;  // rows of a share of what follows
@@ -81,11 +106,7 @@ __global__ void __launch_bounds__(256) clear_kernel(const __grid_constant__ Grou
 }
 
 template <class T>
-void launch_any(const GroupedCodes& call, void* workspace, cudaStream_t stream) {
-  const cuda::RowsOfBytes bytes(call, workspace);
-  if (call.integer) {
-    cuda::round_rows_kernel<T><<<unsigned(call.rows), 256, 0, stream>>>(call, workspace);
-  }
+void launch_any(const GroupedCodes& call, const cuda::RowsOfBytes& bytes, cudaStream_t stream) {
   const int64_t experts = std::min(call.groups.experts, call.rows);
   const dim3 blocks(unsigned(ceil_div(call.columns, int64_t(cuda::kAnyWarps))),
                     unsigned((call.rows + experts * (kTogether - 1)) / kTogether));
@@ -100,9 +121,24 @@ void launch_tensor_cores(const GroupedQuantized& call, const GroupedCodes& made,
   cuda::with_rows_of_share(call, [&](auto tiles) {
     constexpr int kTiles = decltype(tiles)::value;
     if (call.weight.offsets == nullptr) {
-      return cuda::launch_grouped_rows<Grouped<T, false>, kTiles>(made, device, stream, kOp);
+      return cuda::launch_grouped_rows<AsFloats<T, false>, kTiles>(made, device, stream, kOp);
     }
-    cuda::launch_grouped_rows<Grouped<T, true>, kTiles>(made, device, stream, kOp);
+    cuda::launch_grouped_rows<AsFloats<T, true>, kTiles>(made, device, stream, kOp);
+  });
+}
+
+template <class T>
+void launch_integers(const GroupedQuantized& call, const GroupedCodes& made, void* workspace,
+                     const cuda::Device& device, cudaStream_t stream) {
+  const cuda::RowsOfBytes bytes(made, workspace);
+  cuda::round_rows_kernel<T><<<unsigned(call.rows), 256, 0, stream>>>(made, workspace);
+  if (!cuda::fits_integers(call.weight)) return launch_any<T>(made, bytes, stream);
+  GroupedIntegers integers = {};
+  static_cast<cuda::CodesCall&>(integers) = made;
+  integers.bytes = bytes;
+  integers.groups = made.groups;
+  cuda::with_rows_of_share(call, [&](auto tiles) {
+    cuda::launch_grouped_rows<AsIntegers<T>, decltype(tiles)::value>(integers, device, stream, kOp);
   });
 }
 
@@ -135,12 +171,16 @@ void grouped_quantized_cuda(const GroupedQuantized& call, void* workspace, void*
   const GroupedCodes made = codes_of(call, cuda::few_rows_of(call, workspace, queue, kOp));
   with_storage_type(call.x.dtype, [&](auto storage) {
     using T = decltype(storage);
+    if (call.integer) {
+      char* const near = static_cast<char*>(workspace) + cuda::gathered_bytes(call);
+      return launch_integers<T>(call, made, near, device, queue);
+    }
     if constexpr (sizeof(T) == 2) {
-      const bool fits = !call.integer && call.weight.format != QuantFormat::nf4 &&
-                        cuda::groups_fit_lines<DSX_BITS>(call.weight);
+      const bool fits =
+          call.weight.format != QuantFormat::nf4 && cuda::groups_fit_lines<DSX_BITS>(call.weight);
       if (fits) return launch_tensor_cores<T>(call, made, device, queue);
     }
-    launch_any<T>(made, static_cast<char*>(workspace) + cuda::gathered_bytes(call), queue);
+    launch_any<T>(made, cuda::RowsOfBytes(made, nullptr), queue);
   });
   cuda::check(cudaPeekAtLastError(), kOp);
 }

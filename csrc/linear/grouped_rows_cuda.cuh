@@ -12,7 +12,6 @@ constexpr int kMostShares = int(kMostGroupedRows);
 constexpr int kGroupedWarps = 7;  // that multiply in a block, of two at a time on a processor
 constexpr int kGroupedThreads = (kGroupedWarps + 1) * kWarp;
 constexpr int kBlocksAtOnce = 2;
-constexpr int kMostTiles = 3;  // of a block, so that all end at about the same time
 
 // Whose the rows are.
 struct RowGroups {
@@ -141,23 +140,33 @@ __global__ void __launch_bounds__(kGroupedThreads, kBlocksAtOnce)
   if (warp != multiplying) clear_rows_of_nobody<T>(call, call.groups);
 }
 
-// How many tiles a block works on at a time, and how many of their split-K parts: so that all have
-// as much to do, if all experts have rows that may.
+// Microseconds, about: of 1 KiB of the weight, if all blocks read; of the products of a line; of
+// what there is to do about a share besides.
+constexpr double kReading = 0.055, kLineOfFloats = 0.2, kLineOfCodes = 0.8, kBesides = 1;
+
+// How many tiles a block works on at a time, and by how many groups of warps: so that it takes the
+// least time if all experts have rows that may.
 template <class Kind, int kColumnTiles>
 void divide_groups(Geometry& geometry, const typename Kind::Call& call, int64_t blocks) {
+  const auto weight = Kind::weight(call);
+  const int64_t bytes = weight.length * int64_t(sizeof(typename Kind::Weight));
+  const double lines = double(ceil_div(bytes, int64_t(kLineBytes)));
   const int64_t shares = std::min(call.groups.experts, call.rows);
   const int64_t tiles = ceil_div(call.weight_rows(), int64_t(kTileRows));
-  geometry.cluster = geometry.groups = geometry.tiles = 1;
-  int64_t least = INT64_MAX;
-  for (int each = 1; each <= kMostTiles; ++each) {
-    const int64_t rounds = ceil_div(shares * ceil_div(tiles, int64_t(each)), blocks);
-    const int64_t work = (8 * each + 1) * rounds;
-    if (work <= least) least = work, geometry.tiles = each;
-  }
   constexpr int kMostSplit = Kind::template Products<kColumnTiles>::kInOrder ? 1 : kSplitKParts;
-  while (2 * geometry.groups <= kMostSplit &&
-         2 * geometry.groups * geometry.tiles <= kGroupedWarps) {
-    geometry.groups *= 2;
+  double least = INFINITY;
+  geometry.cluster = 1;
+  for (int groups = 1; groups <= kMostSplit; groups *= 2) {
+    for (int each = 1; each * groups <= kGroupedWarps; ++each) {
+      const int64_t rounds = ceil_div(shares * ceil_div(tiles, int64_t(each)), blocks);
+      const double reading = kReading / 1024 * double(each * kTileRows * bytes);
+      const double products = lines / groups * (Kind::kScaled ? kLineOfCodes : kLineOfFloats);
+      const double time = double(rounds) * (std::max(reading, products) + kBesides);
+      if (time > least) continue;
+      least = time;
+      geometry.groups = groups;
+      geometry.tiles = each;
+    }
   }
 }
 

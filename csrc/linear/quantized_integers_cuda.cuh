@@ -33,6 +33,8 @@ class IntegerTiles {
         scales_(call.scales, geometry, rows, first_row),
         factors_(geometry),
         weight_step_(unsigned(rows.columns * kLineBytes)),
+        first_x_(rows.share.first),
+        rows_of_x_(rows.share.rows),
         asymmetric_(call.weight.offsets != nullptr) {
     const int lane = threadIdx.x % kWarp;
     const int line = rows.line(geometry, first_row + lane % kTileRows);
@@ -54,7 +56,7 @@ class IntegerTiles {
 #pragma unroll
     for (int i = 0; i < kSums; ++i) {
       const int row = i / 4 * kColumnTile + int(threadIdx.x) % 4 * 2 + i % 2;
-      sums[i] = row < call_.rows ? totals_[i] * call_.bytes.scales[row] : 0;
+      sums[i] = row < rows_of_x_ ? totals_[i] * call_.bytes.scales[first_x_ + row] : 0;
     }
   }
 
@@ -161,6 +163,7 @@ class IntegerTiles {
   const ScalePlaces scales_;
   const FactorPlaces<kColumnTiles> factors_;
   const unsigned weight_step_;  // from line to line
+  const int first_x_, rows_of_x_;
   const bool asymmetric_;
   unsigned weight_place_;
   int lines_, left_;  // of the weight; of the group

@@ -13,11 +13,19 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from deepspeed_ext.dtypes import DTYPES
+from deepspeed_ext.ops._library import define
 from deepspeed_ext.ops.linear.few_rows import check_like, named, without_autocast
 
 _NAME = "grouped_linear"
 _MOST_GROUPS = 1023  # that torch's kernel takes
 _WORKSPACE = 128 << 20  # bytes of copied weights, or of their gradients, at a time; one at least
+
+
+# Zeros in the rows behind the last offset, of which the host does not know how many there are.
+_CLEAR = define(
+    "grouped_linear_clear_(Tensor(a!) rows, Tensor offsets) -> ()",
+    {"cuda": "fused_grouped_linear"},
+)
 
 
 def products_cpu(x: Tensor, weight: Tensor, offsets: Tensor, bias: Tensor | None) -> Tensor:
@@ -48,11 +56,12 @@ def products_cuda(x: Tensor, weight: Tensor, offsets: Tensor, bias: Tensor | Non
             out = F.grouped_mm(_aligned(x), columns, offs=offsets).contiguous()
         else:
             out = _products_of_blocks(x, weight, offsets)
-        row = torch.arange(x.shape[0], dtype=offsets.dtype, device=x.device)
         if bias is not None:
+            row = torch.arange(x.shape[0], dtype=offsets.dtype, device=x.device)
             expert = torch.searchsorted(offsets, row, right=True).clamp_(max=len(bias) - 1)
             out += bias.index_select(0, expert)
-        return out.masked_fill_((row >= offsets[-1])[:, None], 0)
+        _CLEAR(out, offsets)
+        return out
 
 
 def outer_products_cpu(grad: Tensor, x: Tensor, offsets: Tensor) -> Tensor:
