@@ -244,7 +244,7 @@ ROOMS = {  # inside of a package, likewise; its __init__ may import all
         ("__main__", "builders"),
     ),
     "torch_internals": (
-        ("compiler", "dispatch", "modules", "processes", "tensors"),
+        ("compiler", "dispatch", "meshes", "modules", "processes", "tensors"),
         ("fully_shard",),
     ),
     "compat": (

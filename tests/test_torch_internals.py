@@ -242,6 +242,7 @@ def plain_owners() -> Iterator[tuple[Any, str]]:
     yield torch.compile(module), "_orig_mod"
     yield checkpoint_wrapper(module), "_checkpoint_wrapped_module"
     yield optimizer, "_optimizer_load_state_dict_pre_hooks _optimizer_load_state_dict_post_hooks"
+    yield dist.device_mesh.init_device_mesh("cpu", (1,)), "_get_root_mesh _unflatten"
     yield world, "_get_backend"
     yield world._get_backend(torch.device("cpu")).options, "_timeout"
 
@@ -263,6 +264,7 @@ def owners_of_fully_shard(model: Any) -> Iterator[tuple[Any, str]]:
     yield group, "wait_for_unshard"
     yield param, "_unsharded_param _setattr_on_modules _module_info sharded_param"
     yield param, "unsharded_accumulated_grad reset_sharded_param _sharded_param_data"
+    yield param, "fsdp_placement sharded_size _orig_size"
     yield group, "_orig_dtype _init_mp_dtypes reduce_grads"
     yield param, "reduce_dtype all_gather_outputs to_accumulated_grad_if_needed"
     yield param._module_info, "module param_name shared_modules"

@@ -133,7 +133,7 @@ REFUSALS = (
     _flag("sparse_gradients", "use dense embeddings, sparse=False"),
     Refusal("timers", _has_any_on, "enabled false", _PROFILER),
     _flag("graph_harvesting", "call torch.compile on the model's blocks"),
-    _flag("use_data_before_expert_parallel_", "give zero.shard a mesh"),
+    _flag("use_data_before_expert_parallel_", "give moe.MoE a mesh"),
     _block("comms_logger", _PROFILER),
     _block("flops_profiler", "use torch.utils.flop_counter"),
     _block("comet", "use tensorboard, wandb or csv_monitor"),

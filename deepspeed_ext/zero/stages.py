@@ -72,6 +72,13 @@ def shard(
     torch.distributed.tensor: without it torch takes the gradient that a process has for that of
     all.
 
+    Experts of `deepspeed_ext.moe` that are shared out over processes stay so: n is, for them, how
+    many processes have the same ones, which share out the first dimension behind that of experts
+    which divides evenly. They are a block of their own within another one, and not counted there.
+    Gradients are means over all processes, as of all else. Clip them by the optimizers'
+    `clip_and_step`, or `deepspeed_ext.ops.clip_grad_norm_`: that of torch.nn.utils takes parameters
+    of one mesh only, and these are of two.
+
     What does it, in torch 2.11 and 2.13: `fully_shard` on each block and on the model, with
     reshard_after_forward only in stage 3; stage 0 is a mesh of n rows of 1. `accumulate` calls
     set_requires_gradient_sync, set_reshard_after_backward and, where there are replicas,
@@ -84,7 +91,8 @@ def shard(
             Not sharded yet. Frozen parameters are sharded too.
         stage: 0 to 3.
         mesh: one dimension: all of it shards. Two, named: replicas and shards (HSDP). None: all
-            processes, on CUDA if they talk by NCCL, else on the CPU.
+            processes, on CUDA if they talk by NCCL, else on the CPU. Experts have a mesh of their
+            own, of the same processes: one named dimension out of one or two.
         param_dtype: weights are gathered in this dtype, and inputs of blocks cast to it; None: as
             they are.
         reduce_dtype: gradients are added up in this dtype; None: as they are.
