@@ -56,7 +56,7 @@ class Exchange:
         self._there = _Way(away, to_here, group, "rows of tokens")
         self._back = _Way(to_here, away, group, "results of experts")
         self._turns = ["arrived", "send_back", "returned"]
-        self._moving: Tensor = _Depart.apply(rows, self._there)
+        self._moving = _departed(rows, self._there)
 
     @untraced
     def arrived(self) -> tuple[Tensor, Tensor]:
@@ -70,8 +70,7 @@ class Exchange:
             RuntimeError: see the class.
         """
         self._turn("arrived")
-        rows: Tensor = _Arrive.apply(self._moving, self._there)
-        return rows, self._offsets
+        return _arrived(self._moving, self._there), self._offsets
 
     @untraced
     def send_back(self, rows: Tensor) -> None:
@@ -86,7 +85,7 @@ class Exchange:
                 " expected as many"
             )
         self._turn("send_back")
-        self._moving = _Depart.apply(rows, self._back)
+        self._moving = _departed(rows, self._back)
 
     @untraced
     def returned(self) -> Tensor:
@@ -96,8 +95,7 @@ class Exchange:
             RuntimeError: see the class.
         """
         self._turn("returned")
-        rows: Tensor = _Arrive.apply(self._moving, self._back)
-        return rows
+        return _arrived(self._moving, self._back)
 
     def _turn(self, step: str) -> None:
         if self._turns[:1] != [step]:
@@ -200,6 +198,16 @@ class _Arrive(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         return ctx.way.begin(grad, back=True), None
+
+
+def _departed(rows: Tensor, way: _Way) -> Tensor:
+    nothing: Tensor = _Depart.apply(rows, way)  # type: ignore[no-untyped-call]
+    return nothing
+
+
+def _arrived(nothing: Tensor, way: _Way) -> Tensor:
+    rows: Tensor = _Arrive.apply(nothing, way)  # type: ignore[no-untyped-call]
+    return rows
 
 
 class _Said(NamedTuple):

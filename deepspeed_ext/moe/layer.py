@@ -140,7 +140,7 @@ class MoE(nn.Module):
         if use_residual:
             self.mlp = expert
             self.coefficient = nn.Linear(hidden_size, 2)
-        self.register_load_state_dict_pre_hook(take_older_names)
+        self.register_load_state_dict_pre_hook(take_older_names)  # type: ignore[no-untyped-call]
 
     def forward(
         self, hidden_states: Tensor, used_token: Tensor | None = None
@@ -245,6 +245,6 @@ def _mesh_of(ep_size: int, mesh: "DeviceMesh | None") -> "DeviceMesh | None":
         raise ValueError(f"MoE: ep_size is {ep_size}, expected a divisor of {world} processes")
     from torch.distributed.device_mesh import init_device_mesh
 
-    device = "cuda" if torch.cuda.is_available() and "nccl" in dist.get_backend() else "cpu"
+    device = "cuda" if torch.cuda.is_available() and "nccl" in dist.get_backend_config() else "cpu"
     shape, names = (world // ep_size, ep_size), ("data", "expert")
     return init_device_mesh(device, shape, mesh_dim_names=names)["expert"]

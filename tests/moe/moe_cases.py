@@ -9,6 +9,7 @@ from torch.nn.functional import cross_entropy
 from deepspeed_ext.moe import Experts
 from deepspeed_ext.moe.exchange import Exchange
 from deepspeed_ext.ops import moe_assign
+from deepspeed_ext.optim import DeepSpeedCPUAdam, FusedAdam
 
 WIDTH, EXPERTS, VOCABULARY = 8, 4, 11
 NAMES = ("data", "expert")
@@ -16,9 +17,14 @@ OPTIONS = {"lr": 0.02, "weight_decay": 0.1, "eps": 1e-3}
 MAX_NORM = 0.05  # which bites in each step
 
 
+def home():
+    """Where the processes of this group compute."""
+    return "cuda" if "nccl" in dist.get_backend_config() else "cpu"
+
+
 def mesh_of(ep_size):
     shape = (dist.get_world_size() // ep_size, ep_size)
-    return init_device_mesh("cpu", shape, mesh_dim_names=NAMES)["expert"]
+    return init_device_mesh(home(), shape, mesh_dim_names=NAMES)["expert"]
 
 
 class Layer(nn.Module):
@@ -36,7 +42,11 @@ class Layer(nn.Module):
         weights, experts = self.gate(tokens).softmax(-1).topk(2)
         routing = moe_assign(experts, weights, EXPERTS)
         flat = routing.slots.flatten()
-        rows = tokens[torch.empty_like(flat).index_copy_(0, flat, torch.arange(len(flat)) // 2)]
+        rows = tokens[
+            torch.empty_like(flat).index_copy_(
+                0, flat, torch.arange(len(flat), device=x.device) // 2
+            )
+        ]
         if self.mesh is None:
             rows = self.experts(rows, routing.offsets)
         else:
@@ -68,7 +78,7 @@ class Net(nn.Module):
             first = block.moe.mesh.get_local_rank() * count if ep_size > 1 else 0
             for param in experts.parameters():
                 part = param.to_local() if ep_size > 1 else param
-                factor = 1 + torch.arange(first, first + count) / 8
+                factor = 1 + torch.arange(first, first + count, device=part.device) / 8
                 part.data.mul_(factor.view(-1, *[1] * (part.dim() - 1)))
 
     def forward(self, tokens):
@@ -82,13 +92,13 @@ def loss_of(model, number, rank=None):
     generator = torch.Generator().manual_seed(
         1000 * number + (dist.get_rank() if rank is None else rank)
     )
-    tokens, targets = torch.randint(VOCABULARY, (2, 4, 5), generator=generator)
+    tokens, targets = torch.randint(VOCABULARY, (2, 4, 5), generator=generator).to(home())
     return cross_entropy(model(tokens).flatten(0, 1), targets.flatten())
 
 
 def alone(make, steps, times, dtype, step, net=None):
     """Train in one process on what all processes have, and return the model and the last norm."""
-    model = (net or Net)(1).to(dtype)
+    model = (net or Net)(1).to(home(), dtype)
     optimizer, norm = make(model), None
     for number in range(steps * times):
         for rank in range(dist.get_world_size()):
@@ -97,6 +107,10 @@ def alone(make, steps, times, dtype, step, net=None):
             norm = step(optimizer, MAX_NORM)
             optimizer.zero_grad()
     return model, norm
+
+
+def adam():
+    return FusedAdam if home() == "cuda" else DeepSpeedCPUAdam
 
 
 def adamw(model):

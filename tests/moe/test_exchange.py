@@ -8,7 +8,8 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
-from process_groups import with_long
+from moe_cases import home
+from process_groups import on_gpus, with_long
 from processes import Case
 
 from deepspeed_ext.moe.exchange import Exchange
@@ -26,15 +27,18 @@ COUNTS = {  # of rows, for a process and the number of an expert
 def rows_of(counts, extra=0, dtype=torch.float32):
     """Random rows, some of them behind the last offset, and where those of experts end."""
     generator = torch.Generator().manual_seed(dist.get_rank())
-    offsets = torch.tensor(counts).cumsum(0).int()
-    rows = torch.randn(sum(counts) + extra, WIDTH, generator=generator).to(dtype)
-    return rows.requires_grad_(), offsets
+    rows = torch.randn(sum(counts) + extra, WIDTH, generator=generator).to(home(), dtype)
+    return rows.requires_grad_(), ends_of(counts)
+
+
+def ends_of(counts):
+    return torch.tensor(counts, device=home()).cumsum(0).int()
 
 
 def factors_of(counts, first=0):
     """What the expert of each row multiplies it by."""
     experts = torch.arange(first, first + len(counts)) + 1
-    return experts.repeat_interleave(torch.tensor(counts))[:, None]
+    return experts.repeat_interleave(torch.tensor(counts))[:, None].to(home())
 
 
 def there_and_back(row, folder):
@@ -49,11 +53,13 @@ def there_and_back(row, folder):
             got, ends = exchange.arrived()
             mine = range(rank * local, (rank + 1) * local)
             come = [sum(COUNTS[row](sender, e) for sender in range(world)) for e in mine]
-            assert ends.tolist() == torch.tensor(come).cumsum(0).tolist()
+            assert torch.equal(ends, ends_of(come))
             assert ends.dtype is torch.int32
             exchange.send_back(got * factors_of(come, mine[0]).to(dtype))
             back = exchange.returned()
-            factors = torch.cat([factors_of(counts), torch.zeros(extra, 1)]).to(dtype)
+            factors = torch.cat([factors_of(counts), torch.zeros(extra, 1, device=home())]).to(
+                dtype
+            )
             assert torch.equal(back, rows * factors)
             (back.sum() + 0 * beside).backward()  # an expanded gradient
             assert torch.equal(rows.grad, factors.expand_as(rows))
@@ -63,8 +69,8 @@ def order(row, folder):
     """Rows of an expert lie by sender, and as the sender had them."""
     rank = dist.get_rank()
     counts = [1 + (rank + expert) % 2 for expert in range(EXPERTS)]
-    numbers = 1000 * rank + torch.arange(float(sum(counts)))[:, None]
-    offsets = torch.tensor(counts).cumsum(0).int()
+    numbers = 1000 * rank + torch.arange(float(sum(counts)), device=home())[:, None]
+    offsets = ends_of(counts)
     with torch.no_grad():
         exchange = Exchange(numbers, offsets)
     got, ends = exchange.arrived()
@@ -76,7 +82,7 @@ def order(row, folder):
 def anew(row, folder):
     """In a checkpointed block rows go again; where nothing has a gradient, nothing goes back."""
     rows, offsets = rows_of([1] * EXPERTS)
-    weight = torch.ones(1, requires_grad=True)
+    weight = torch.ones(1, device=home(), requires_grad=True)
 
     def layer(rows):
         exchange = Exchange(rows, offsets)
@@ -96,25 +102,32 @@ def anew(row, folder):
 
 def one_differs(row, folder):
     """All processes say what is not alike, and can go on."""
-    is_other = dist.get_rank() == 2
+    world = dist.get_world_size()
+    other = world - 1
+    is_other = dist.get_rank() == other
     counts = [1] * EXPERTS
 
     def differing():
         rows, offsets = rows_of(counts)
-        yield torch.zeros(8, 5, requires_grad=True), offsets, "process 2 has rows of 5 of"
+        wide = torch.zeros(8, 5, device=home(), requires_grad=True)
+        yield wide, offsets, f"process {other} has rows of 5 of"
         yield rows.detach().double().requires_grad_(), offsets, "has rows of 3 of torch.float64"
         yield rows.detach(), offsets, "for 8 experts, without a gradient, process 0"
         yield rows, offsets[:4], "for 4 experts, process 0 has rows of 3 of torch.float32 for 8"
-        yield rows, offsets + 1, "offsets of process 2 end with 9 .* for 8 rows"
-        yield rows, offsets.flip(0), "offsets of process 2 end with 1 and have a least count of -1"
+        yield rows, offsets + 1, f"offsets of process {other} end with 9 .* for 8 rows"
+        yield (
+            rows,
+            offsets.flip(0),
+            f"offsets of process {other} end with 1 and have a least count of -1",
+        )
 
     for theirs, others, text in differing():
         rows, offsets = (theirs, others) if is_other else rows_of(counts)
         with pytest.raises(ValueError, match=f"moe: .*{text}"):
             Exchange(rows, offsets)
     for count in (0, 1, 1028):
-        with pytest.raises(ValueError, match=f"there are {count} experts for 4 processes"):
-            Exchange(rows, torch.zeros(count, dtype=torch.int32))
+        with pytest.raises(ValueError, match=f"there are {count} experts for {world} processes"):
+            Exchange(rows, torch.zeros(count, dtype=torch.int32, device=home()))
     there_and_back("mixed", folder)
 
 
@@ -169,6 +182,11 @@ CASES = [
 @pytest.mark.parametrize("case", with_long(CASES))
 def test_exchange(groups, case):
     groups.run(case, "cpu")
+
+
+@pytest.mark.parametrize("case", on_gpus(CASES[:-1], 2))
+def test_exchange_on_gpus(groups, case):
+    groups.run(case, "cuda")
 
 
 @pytest.mark.parametrize("what", ["results", "gradients of results"])
