@@ -30,10 +30,10 @@ def mesh_of(ep_size):
 class Layer(nn.Module):
     """A plain one, as ops of this package have no float64."""
 
-    def __init__(self, ep_size, hidden):
+    def __init__(self, ep_size):
         super().__init__()
         self.gate = nn.Linear(WIDTH, EXPERTS, bias=False)
-        expert = nn.Sequential(nn.Linear(WIDTH, hidden), nn.GELU(), nn.Linear(hidden, WIDTH))
+        expert = nn.Sequential(nn.Linear(WIDTH, 12), nn.GELU(), nn.Linear(12, WIDTH))
         self.mesh = mesh_of(ep_size) if ep_size > 1 else None
         self.experts = Experts(expert, EXPERTS, self.mesh)
 
@@ -57,21 +57,21 @@ class Layer(nn.Module):
 
 
 class Block(nn.Module):
-    def __init__(self, ep_size, hidden):
+    def __init__(self, ep_size):
         super().__init__()
         self.norm = nn.LayerNorm(WIDTH)
-        self.moe = Layer(ep_size, hidden)
+        self.moe = Layer(ep_size)
 
     def forward(self, x):
         return x + self.moe(self.norm(x))
 
 
 class Net(nn.Module):
-    def __init__(self, ep_size=1, seed=0, blocks=2, hidden=12):
+    def __init__(self, ep_size=1, seed=0):
         super().__init__()
         torch.manual_seed(seed)
         self.embedding = nn.Embedding(VOCABULARY, WIDTH)
-        self.blocks = nn.ModuleList(Block(ep_size, hidden) for _ in range(blocks))
+        self.blocks = nn.ModuleList([Block(ep_size)])
         self.head = nn.Linear(WIDTH, VOCABULARY)
         for block in self.blocks:  # copies of one would hide which is which
             experts, count = block.moe.experts, EXPERTS // ep_size
