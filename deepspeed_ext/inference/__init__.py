@@ -10,7 +10,15 @@ if TYPE_CHECKING:
     from deepspeed_ext.inference.execution.kv_cache import KVCache
     from deepspeed_ext.inference.execution.sampling import SamplingOptions
     from deepspeed_ext.inference.initialize import init_inference
-    from deepspeed_ext.inference.model.policy import Key, Names, Policy, Sizes, Windows
+    from deepspeed_ext.inference.model.policy import (
+        ExpertNames,
+        Experts,
+        Key,
+        Names,
+        Policy,
+        Sizes,
+        Windows,
+    )
     from deepspeed_ext.inference.requests.async_stream import AsyncStream
     from deepspeed_ext.inference.requests.logits import Logits
     from deepspeed_ext.inference.requests.request import Completion, Score
@@ -22,6 +30,8 @@ __all__ = [
     "AsyncStream",
     "Completion",
     "EncoderEngine",
+    "ExpertNames",
+    "Experts",
     "InferenceEngine",
     "KVCache",
     "Key",
@@ -44,7 +54,9 @@ _HOMES = {
     "InferenceEngine": "serving.engine",
     "KVCache": "execution.kv_cache",
     "Logits": "requests.logits",
-    **dict.fromkeys(("Key", "Names", "Policy", "Sizes", "Windows"), "model.policy"),
+    **dict.fromkeys(
+        ("ExpertNames", "Experts", "Key", "Names", "Policy", "Sizes", "Windows"), "model.policy"
+    ),
     **dict.fromkeys(("Piece", "Stream"), "requests.stream"),
     "SamplingOptions": "execution.sampling",
     "init_inference": "initialize",

@@ -191,7 +191,7 @@ def _group(**rules: Only) -> As:
 
 
 _ONE = "a model is on one device; models that need several are not supported"
-_DENSE = "mixtures of experts are not supported"
+_EXPERTS = "the model's config says which layers have experts, and how many"
 _TABLE = "give a table as policy; see deepspeed_ext.inference.model.policies"
 _FOLDER = "give the folder with config.json and safetensors as model"
 _TRITON = "there are no Triton kernels; those that are there are always used"
@@ -205,11 +205,11 @@ _parallel = _group(
 )
 _experts = _group(
     enabled=Only(_anything, ""),
-    ep_size=Only((1,), _DENSE),
-    moe_experts=Only(([1], 1), _DENSE),
-    type=Only(("standard",), _DENSE),
-    ep_mp_group=Only((None,), _DENSE),
-    ep_group=Only((None,), _DENSE),
+    ep_size=Only((1,), _ONE),
+    moe_experts=Only(([1], 1), _EXPERTS),
+    type=Only(("standard",), _EXPERTS),
+    ep_mp_group=Only((None,), _ONE),
+    ep_group=Only((None,), _ONE),
 )
 _always = Only((True,), "our kernels are always used; without them, call the model itself")
 Rule = Only | As | Instead
@@ -243,10 +243,10 @@ DEEPSPEED: Mapping[str, Rule] = {
     **dict.fromkeys(("mp_size", "training_mp_size"), Only((1,), _ONE)),
     "mpu": Only((None,), _ONE),
     "tp_grain_size": Only((64,), _ONE),
-    "ep_size": Only((1,), _DENSE),
-    **dict.fromkeys(("ep_group", "ep_mp_group"), Only((None,), _DENSE)),
-    "moe_experts": Only(([1], 1), _DENSE),
-    "moe_type": Only(("standard",), _DENSE),
+    "ep_size": Only((1,), _ONE),
+    **dict.fromkeys(("ep_group", "ep_mp_group"), Only((None,), _ONE)),
+    "moe_experts": Only(([1], 1), _EXPERTS),
+    "moe_type": Only(("standard",), _EXPERTS),
     **dict.fromkeys(
         ("injection_policy", "injection_dict", "injection_policy_tuple"), Only((None,), _TABLE)
     ),

@@ -104,9 +104,10 @@ def init_inference(
         config: arguments by name, ours or of DeepSpeed's function of this name. What is given
             twice has to be the same.
         dtype: of weights and hidden states, float32, bfloat16 or float16; None: that of the model.
-        quantize: what the weights of linear layers in blocks become: None, "int8" or "int4", in
-            groups of 128 elements of a row, or on CUDA 8.9 or newer "fp8" (e4m3, one scale for
-            a row). None where weights come quantized.
+        quantize: what the weights of linear layers in blocks, and of experts, become: None, "int8"
+            or "int4", in groups of 128 elements of a row, or on CUDA 8.9 or newer, but not of a
+            mixture of experts, "fp8" (e4m3, one scale for a row). None where weights come
+            quantized.
         quantize_head: the same for the head, which without it stays as it is; the embedding does
             in any case, also one that is the head.
         kv_dtype: what keys and values are kept as: None for dtype, "int8" or "fp8".

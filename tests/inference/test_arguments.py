@@ -100,8 +100,12 @@ REFUSED: list[tuple[dict[str, Any], type[Exception], str]] = [
         r"tensor_parallel.tp_size is 2, expected 1: a model is on one device",
     ),
     ({"mp_size": 4}, ValueError, "mp_size is 4, expected 1: a model is on one device"),
-    ({"moe": {"ep_size": 2}}, ValueError, "moe.ep_size is 2, expected 1: mixtures of experts"),
-    ({"moe_experts": [8]}, ValueError, r"moe_experts is \[8\], expected \[1\] or 1: mixtures"),
+    ({"moe": {"ep_size": 2}}, ValueError, "moe.ep_size is 2, expected 1: a model is on one device"),
+    (
+        {"moe_experts": [8]},
+        ValueError,
+        r"moe_experts is \[8\], expected \[1\] or 1: the model's config says",
+    ),
     ({"moe_type": "residual"}, ValueError, "moe_type is 'residual', expected 'standard'"),
     (
         {"injection_policy": {"Block": ("attn",)}},

@@ -64,6 +64,14 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "num_experts": (0,),
     "num_local_experts": (0,),
     "n_routed_experts": (0,),
+    "first_k_dense_replace": (0,),
+    "moe_layer_freq": (1,),
+    "decoder_sparse_step": (1,),
+    "mlp_only_layers": ([],),
+    "scoring_func": ("softmax",),
+    "routed_scaling_factor": (1,),
+    "n_group": (1,),
+    "topk_group": (1,),
 }
 _NOT_OF_DECODERS = ("token_types", "pooler")
 _NOT_OF_ENCODERS = (

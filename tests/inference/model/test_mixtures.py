@@ -286,6 +286,8 @@ def test_layers_before_the_first_with_experts() -> None:
         (dict(shared_expert_intermediate_size=0), "model has .*shared_expert.*, expected no tens"),
         (dict(decoder_sparse_step=1), "model has no tensor model.layers.0.mlp.experts.gate_up_p"),
         (dict(n_routed_experts=6), "n_routed_experts is 6, expected 0: the table of model_type"),
+        (dict(routed_scaling_factor=2.5), "routed_scaling_factor is 2.5, expected 1: the table"),
+        (dict(first_k_dense_replace=1), "first_k_dense_replace is 1, expected 0: the table"),
     ],
     ids=str,
 )
