@@ -133,10 +133,7 @@ void launch_integers(const GroupedQuantized& call, const GroupedCodes& made, voi
   const cuda::RowsOfBytes bytes(made, workspace);
   cuda::round_rows_kernel<T><<<unsigned(call.rows), 256, 0, stream>>>(made, workspace);
   if (!cuda::fits_integers(call.weight)) return launch_any<T>(made, bytes, stream);
-  GroupedIntegers integers = {};
-  static_cast<cuda::CodesCall&>(integers) = made;
-  integers.bytes = bytes;
-  integers.groups = made.groups;
+  const GroupedIntegers integers{{made, bytes}, made.groups};
   cuda::with_rows_of_share(call, [&](auto tiles) {
     cuda::launch_grouped_rows<AsIntegers<T>, decltype(tiles)::value>(integers, device, stream, kOp);
   });
