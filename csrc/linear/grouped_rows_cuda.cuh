@@ -72,7 +72,7 @@ class Shares {
   int16_t experts_[kMostShares], begins_[kMostShares], counts_[kMostShares];
 };
 
-// Zeros in the rows behind the last offset: each block has some of them.
+// Zeros in the rows behind the last offset: each block has some of them. All threads call it.
 template <class T>
 __device__ inline void clear_rows_of_nobody(const FewRows& call, const RowGroups& groups) {
   const int end = RowRange::within(groups.offsets[groups.experts - 1], int(call.rows));
@@ -137,7 +137,7 @@ __global__ void __launch_bounds__(kGroupedThreads, kBlocksAtOnce)
     multiplying_barrier(multiplying * kWarp);
     Finisher<T>(call, geometry, rows, sums, 0).finish(nullptr);
   }
-  if (warp != multiplying) clear_rows_of_nobody<T>(call, call.groups);
+  clear_rows_of_nobody<T>(call, call.groups);
 }
 
 // Microseconds, about: of 1 KiB of the weight, if all blocks read; of the products of a line; of

@@ -194,7 +194,7 @@ def _given(case: str) -> tuple[Any, dict[str, Tensor]]:
         (
             "qwen2_moe",
             [
-                *("skinny_linear", "skinny_linear", "moe_route", "moe_assign"),
+                *("skinny_linear", "skinny_linear", "moe_route"),
                 *("moe_unpermute", "skinny_linear"),
             ],
             [],

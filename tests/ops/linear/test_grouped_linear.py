@@ -121,7 +121,9 @@ def test_layouts(layout: str, dtype: torch.dtype, device: str) -> None:
         there = (change(x), change(weight), change(offsets[:, None])[:, 0], bias)
         assert torch.equal(there[0], x) and torch.equal(there[1], weight)
         for got, right in zip(assert_right(*there, grad=change(grad)), want, strict=True):
-            torch.testing.assert_close(got, right)
+            # Rows may be few to a kernel in one layout, and torch's in another.
+            bound = 8 * torch.finfo(dtype).eps
+            torch.testing.assert_close(got, right, rtol=bound, atol=bound)
 
 
 @each_dtype

@@ -48,7 +48,7 @@ def test_compiled(dtype: torch.dtype, dynamic: bool, device: str) -> None:
             found.append([result.detach(), *torch.autograd.grad(result.sum(), leaves)])
         for got, want in zip(*found, strict=True):
             if dynamic:  # torch multiplies, as nobody knows that rows are few
-                torch.testing.assert_close(got, want, rtol=3e-2, atol=3e-2)
+                torch.testing.assert_close(got, want, rtol=6e-2, atol=6e-2)
             else:
                 assert torch.equal(got, want)
     assert len(graphs) == (1 if dynamic else 0)
