@@ -140,7 +140,7 @@ class MoE(nn.Module):
         if use_residual:
             self.mlp = expert
             self.coefficient = nn.Linear(hidden_size, 2)
-        self.register_load_state_dict_pre_hook(take_older_names)
+        self.register_load_state_dict_pre_hook(take_older_names)  # type: ignore[no-untyped-call]
 
     def forward(
         self, hidden_states: Tensor, used_token: Tensor | None = None

@@ -61,7 +61,7 @@ MAKE = {
     "plain": (Plain, True),
     "any": (Mlp, False),
     "tied": (Tied, False),
-    "long": (lambda: nn.Sequential(*sequence(), nn.ReLU(), nn.Linear(8, 8), nn.ELU()), True),
+    "long": (lambda: nn.Sequential(*sequence(), nn.ReLU(), nn.Linear(8, 8), nn.Softplus()), True),
     "no linear": (lambda: nn.Sequential(nn.Tanh()), False),
     "not first": (lambda: nn.Sequential(nn.Softplus(), nn.Linear(WIDTH, WIDTH)), False),
 }
