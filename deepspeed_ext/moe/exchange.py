@@ -46,10 +46,7 @@ class Exchange:
     def __init__(
         self, rows: Tensor, offsets: Tensor, group: dist.ProcessGroup | None = None
     ) -> None:
-        here, there = _counts(rows, offsets, group)
-        experts = offsets.shape[0] // len(there)
-        counts = torch.tensor(there, device=rows.device).view(-1, experts)  # of senders by expert
-        sent, received = [sum(of_one) for of_one in here], [sum(of_one) for of_one in there]
+        sent, received, counts = _counts(rows, offsets, group)
         self._offsets = counts.sum(0).cumsum(0).int()
         order = _sorted_by_expert(counts, sum(received))
         away, to_here = _Side(sent, rows.shape[0]), _Side(received, sum(received), order)
@@ -243,8 +240,13 @@ class _Said(NamedTuple):
 
 def _counts(
     rows: Tensor, offsets: Tensor, group: dist.ProcessGroup | None
-) -> tuple[list[list[int]], list[list[int]]]:
-    """Exchange counts, and return those of rows that go and come: for each process, by expert."""
+) -> tuple[list[int], list[int], Tensor]:
+    """Exchange counts.
+
+    Returns:
+        How many rows go to each process, and come from each; and how many come for each expert
+        here, (processes, experts), on the device.
+    """
     processes, experts = dist.get_world_size(group), offsets.shape[0]
     if not 0 < experts <= _MOST_EXPERTS or experts % processes:
         raise ValueError(
@@ -255,7 +257,9 @@ def _counts(
     counts = offsets.long().diff(prepend=offsets.new_zeros(1, dtype=torch.int64))
     dtype = _DTYPES.index(rows.dtype) if rows.dtype in _DTYPES else -1
     needs_gradient = int(torch.is_grad_enabled() and rows.requires_grad)
-    known = torch.tensor([experts, rows.shape[1], dtype, needs_gradient, rows.shape[0]])
+    known = torch.tensor(
+        [experts, rows.shape[1], dtype, needs_gradient, rows.shape[0]], device="cpu"
+    )
     said = len(known) + 2
     here = counts.new_zeros(processes, said + _MOST_EXPERTS // processes)
     here[:, : len(known)] = known.to(here.device, non_blocking=True)
@@ -270,7 +274,8 @@ def _counts(
     all_said = [_Said(*of_one[:said]) for of_one in received]
     for rank, one in zip(ranks, all_said, strict=True):
         one.check(rank, all_said[0], ranks[0])
-    return [[row[said : said + local] for row in of] for of in (sent, received)]  # type: ignore[return-value]
+    go, come = ([sum(row[said : said + local]) for row in of] for of in (sent, received))
+    return go, come, there[:, said : said + local]
 
 
 def _sorted_by_expert(counts: Tensor, rows: int) -> Tensor:

@@ -27,7 +27,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 import deepspeed_ext
-from deepspeed_ext import ops, zero
+from deepspeed_ext import io, ops, zero
 from deepspeed_ext.engine.leaf_modules import set_z3_leaf_modules
 from deepspeed_ext.moe import Experts, MoE
 from deepspeed_ext.offload import OffloadOptimizer
@@ -79,6 +79,11 @@ def checkpoint(row, folder):
         if seed == 0:
             trained(model, optimizer, 0, STEPS - 1)
             zero.save(folder, row, model, optimizer)
+            if dist.get_rank() == 0:
+                [file] = zero.consolidate(folder, folder / "whole", tag=row)
+                whole = io.load(file)
+                for name, param in of_one(STEPS - 1, TIMES).named_parameters():
+                    torch.testing.assert_close(whole[name], param.data, rtol=0, atol=1e-14)
         else:
             zero.load(folder, row, model, optimizer)
         trained(model, optimizer, STEPS - 1, STEPS)
@@ -188,6 +193,27 @@ def kept_for_micro_steps(row, folder):
             for param, value in zip(other.parameters(), whole, strict=True):
                 param.data.copy_(value)
     torch.testing.assert_close(loss_of(other, 1), loss_of(model, 1), rtol=0, atol=1e-14)
+
+
+def frozen(row, folder):
+    """Experts that are not trained, or in part, let gradients through to what is before them."""
+    grads = []
+    for ep_size in (1, 4):
+        model = Net(ep_size)
+        for name, param in model.blocks[0].moe.experts.named_parameters():
+            param.requires_grad_(name.endswith("bias"))
+        zero.shard(model, 2)
+        loss_of(model, 0).backward()
+        found = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+        assert not any("experts" in name and "weight" in name for name in found)
+        grads.append({name: grad.full_tensor() for name, grad in found.items()})
+        model.zero_grad()
+        model.blocks[0].moe.experts.requires_grad_(False)
+        loss_of(model, 1).backward()
+        assert model.embedding.weight.grad.full_tensor().count_nonzero() > 0
+    assert grads[0].keys() == grads[1].keys()
+    for name, grad in grads[0].items():
+        torch.testing.assert_close(grads[1][name], grad, rtol=1e-4, atol=1e-7, msg=name)
 
 
 def filled(row, folder):
@@ -337,7 +363,16 @@ def refusals(row, folder):
     assert weight.placements == (Shard(2), Shard(0)) and weight.to_local().shape == (2, 5, 4)
 
 
-FUNCTIONS = [optimizers, clipping, few_bits, kept_for_micro_steps, filled, engine, refusals]
+FUNCTIONS = [
+    optimizers,
+    clipping,
+    few_bits,
+    kept_for_micro_steps,
+    frozen,
+    filled,
+    engine,
+    refusals,
+]
 CASES = [
     Case(4, "checkpoint", "2 over 2, 3 over 4"),
     *(Case(4, function.__name__, "all") for function in FUNCTIONS),
