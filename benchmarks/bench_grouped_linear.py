@@ -1,7 +1,7 @@
 """grouped_linear of few tokens and F.grouped_mm: `python -m benchmarks.bench_grouped_linear`.
 
 Bytes are those of the weights of the experts that are chosen, each read once. Calls choose others
-in turn, so that no cache has them.
+in turn, on the CPU all that there are, so that no cache has them.
 """
 
 from collections.abc import Callable
@@ -90,16 +90,34 @@ def operands_of(layer: Layer, tokens: int, dtype: torch.dtype, device: str) -> l
     return made
 
 
+def each_of(
+    ways: dict[str, Callable[..., Tensor]], operands: list[list[Tensor]], calls: int, device: str
+) -> list[Contender]:
+    """Return a contender for each way: with operands in turn, on the CPU with all in each call."""
+
+    def all_in_turn(way: Callable[..., Tensor]) -> Callable[..., object]:
+        def run(*operands: list[Tensor]) -> None:
+            for each in operands:
+                way(*each)
+
+        return run
+
+    if device == "cpu":
+        given = {name: all_in_turn(way) for name, way in ways.items()}
+        return [forward_contender(name, way, [operands], device, 1) for name, way in given.items()]
+    return [forward_contender(name, way, operands, device, calls) for name, way in ways.items()]
+
+
 def contenders(
     layer: Layer, tokens: int, dtype: torch.dtype, calls: int, shapes: Shapes, device: str
 ) -> list[Contender]:
     shape = (layer.experts, layer.rows, layer.length)
     weight = torch.empty(shape, dtype=dtype, device=device).normal_().div_(layer.length**0.5)
     operands = [[x, weight, *o] for x, *o in operands_of(layer, tokens, dtype, device)]
-    ways = {"grouped_linear": partial(ours, layer)}
+    ways: dict[str, Callable[..., Tensor]] = {"grouped_linear": partial(ours, layer)}
     if device == "cpu" or dtype == BF16:
         ways["torch, F.grouped_mm"] = partial(torchs, layer)
-    return [forward_contender(name, way, operands, device, calls) for name, way in ways.items()]
+    return each_of(ways, operands, calls, device)
 
 
 def contenders_of_codes(
@@ -108,16 +126,20 @@ def contenders_of_codes(
     floats = torch.randn(layer.experts * layer.rows, layer.length, device=device)
     codes = quantize(floats, format, group_size=GROUP)
     weight = pack_weight(*codes, format=format, group_size=GROUP)
-    operands = operands_of(layer, tokens, BF16, device)
     ways = {
         "grouped_quantized_linear": of_codes(layer, weight, None),
         "the same, x as int8": of_codes(layer, weight, "int8"),
     }
-    return [forward_contender(name, way, operands, device, calls) for name, way in ways.items()]
+    return each_of(ways, operands_of(layer, tokens, BF16, device), calls, device)
 
 
-def made(layer: Layer, tokens: int, kind: torch.dtype | str, calls: int = 1) -> Workload:
-    """Return the work of one layer, whose weights are of a dtype or of codes."""
+def made(layer: Layer, tokens: int, kind: torch.dtype | str, calls: int = 0) -> Workload:
+    """Return the work of one layer, whose weights are of a dtype or of codes.
+
+    Args:
+        calls: in a graph; on the CPU 0: as many as choose all experts.
+    """
+    calls = calls or layer.experts // layer.k
     chosen = len(layer.choices(tokens).unique())
     if isinstance(kind, torch.dtype):
         row, name = layer.length * kind.itemsize, str(kind).partition(".")[2]
@@ -125,7 +147,7 @@ def made(layer: Layer, tokens: int, kind: torch.dtype | str, calls: int = 1) -> 
     else:
         row = layer.length // (2 if kind == "int4" else 1) + 4 * layer.length // GROUP
         make, name = partial(contenders_of_codes, layer, tokens, kind, calls), kind
-    name = f"{name}, {layer.name(tokens)}{f', {calls} times' * (calls > 1)}"
+    name = f"{name}, {layer.name(tokens)}, {calls} times"
     return Workload(name, [(chosen * layer.rows, row)], calls, make, only_reads=True)
 
 

@@ -45,10 +45,14 @@ def grouped_quantized_linear(
 ) -> Tensor:
     """Return activation(x @ w.T + b) for each row, w being what its expert's codes stand for.
 
-    As ``grouped_linear`` does, with a weight of codes: with its rows, slots, zeros and promises.
-    Floats are made of the weight for as long as a call takes; on the CPU of one expert at a time,
-    of those that have rows. There are gradients of x and bias; floats of the weight are made anew
-    for that of x, and that of the rounding of x is taken as 1.
+    As ``grouped_linear`` does, with a weight of codes: with its rows, slots and zeros. On the CPU
+    up to 512 rows go to a kernel that reads the codes of each chosen expert once for 64 of its
+    rows; a row then has the bits that ``quantized_linear`` gives it with its expert's weight.
+
+    Else floats are made of the weight for as long as a call takes, and torch multiplies: on the CPU
+    of one expert at a time, of those that have rows; on CUDA of all of them at once. There are
+    gradients of x and bias; floats of the weight are made anew for that of x, and that of the
+    rounding of x is taken as 1.
 
     Args:
         x: (rows, length), float32, bfloat16 or float16. With slots (..., length).
@@ -61,7 +65,8 @@ def grouped_quantized_linear(
         gated: whether each expert has the rows of a gate first, then those of what it gates; needs
             an activation.
         input_format: None: codes and x are multiplied as floats. "int8": each row of x is rounded
-            to 8-bit codes with a scale of its own, as by ``quantize``; not nf4.
+            to 8-bit codes with a scale of its own, as by ``quantize``; not nf4. The kernel adds up
+            integers; torch multiplies what the codes stand for, rounded to the dtype of x.
 
     Returns:
         (rows, n), contiguous, of the dtype of x; with slots as many rows as slots has elements.
