@@ -29,7 +29,7 @@ from deepspeed_ext.inference.model.policies import policy_of
 from deepspeed_ext.inference.serving.roofline import bytes_of_experts
 from deepspeed_ext.inference.weights.host_memory import WeightMemory
 from deepspeed_ext.inference.weights.loader import Taker
-from deepspeed_ext.inference.weights.quantize_on_load import Quantizer, bytes_of
+from deepspeed_ext.inference.weights.quantize_on_load import Quantizer, bytes_of, with_input_format
 from deepspeed_ext.ops import Routing, moe_route
 
 _QWEN3 = dict(
@@ -121,7 +121,7 @@ class RandomTensors(Mapping[str, Tensor]):
 
 
 def decoder_of(model: str, kind: str | None, device: str) -> Decoder:
-    """Return a model, its weights and head in bfloat16 or quantized."""
+    """Return a model, its weights and head in bfloat16 or quantized; on a CPU x is, too."""
     config = MODELS[model]
     policy = policy_of(config)
     of, place = architecture_of(policy, config), torch.device(device)
@@ -130,7 +130,10 @@ def decoder_of(model: str, kind: str | None, device: str) -> Decoder:
     tensors = RandomTensors(config, device)
     with torch.no_grad():
         taker = Taker(policy, config, of, tensors, place, BF16, *quantize, memory=memory)
-        return Decoder(of, taker.take())
+        weights = taker.take()
+        if kind is not None and device == "cpu":
+            weights = with_input_format(weights, "int8")
+        return Decoder(of, weights)
 
 
 def bytes_of_step(decoder: Decoder, batch: int) -> tuple[int, float]:
@@ -170,8 +173,10 @@ def contenders(
 
 def works(device: str, only: str, model: str, steps: int) -> Iterator[Workload]:
     """Yield the pieces of work, a model at a time."""
+    of_codes = "int4, int8 activations" if device == "cpu" else "int4"
     for kind in (None, "int4"):
-        names = {batch: f"{model}, {kind or 'bf16'}, batch {batch}" for batch in (1, 32)}
+        what = "bf16" if kind is None else of_codes
+        names = {batch: f"{model}, {what}, batch {batch}" for batch in (1, 32)}
         names = {batch: name for batch, name in names.items() if only in name}
         if not names:
             continue

@@ -258,7 +258,7 @@ def test_layers_before_the_first_with_experts() -> None:
         experts=replace(table, dense=(), first=Key("first_k_dense_replace", default=0)),
     )
     model = filled(made(config_of("qwen3_moe", mlp_only_layers=[0, 1]), "qwen3_moe"))
-    config = {**model.config.to_dict(), "first_k_dense_replace": 2}
+    config = {**model.config.to_dict(), "mlp_only_layers": [], "first_k_dense_replace": 2}
     with torch.no_grad():
         want = model(torch.tensor([TOKENS])).logits
     model.config = config
