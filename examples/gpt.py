@@ -7,6 +7,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from deepspeed_ext.moe import MoE
+
 VOCABULARY = 256  # every value of a byte
 HEAD_WIDTH = 32
 _ROTATION_BASE = 1000.0  # the slowest pair turns once in 2 pi * 1000 bytes: more than any context
@@ -35,20 +37,52 @@ class Attention(nn.Module):
         return result
 
 
-class Block(nn.Module):
-    """One layer: attention between positions, then a two-layer network at each position."""
+class Expert(nn.Module):
+    """The two-layer network of one expert."""
+
+    expert_form = ("up", F.gelu, "down")
 
     def __init__(self, width: int) -> None:
+        super().__init__()
+        self.up = nn.Linear(width, 4 * width, bias=False)
+        self.down = nn.Linear(4 * width, width, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.down(F.gelu(self.up(x)))
+        return x
+
+
+class Block(nn.Module):
+    """One layer: attention between positions, then a two-layer network at each position.
+
+    With experts there are many such networks, of which each position goes through a few; what the
+    last forward has made of them is kept: l_aux, which is least when all have as much to do, and
+    counts, (experts,), how many choices each is.
+    """
+
+    l_aux: Tensor
+    counts: Tensor
+
+    def __init__(self, width: int, experts: int, top_k: int) -> None:
         super().__init__()
         self.attention_norm = nn.LayerNorm(width)
         self.attention = Attention(width)
         self.mlp_norm = nn.LayerNorm(width)
-        self.up = nn.Linear(width, 4 * width)
-        self.down = nn.Linear(4 * width, width)
+        if experts:  # with room for all: no position's experts depend on other positions
+            self.moe = MoE(width, Expert(width), experts, k=top_k, drop_tokens=False)
+        else:
+            self.up = nn.Linear(width, 4 * width)
+            self.down = nn.Linear(4 * width, width)
+        self.has_experts = experts > 0
 
     def forward(self, x: Tensor, rotation: Tensor) -> Tensor:
         x = x + self.attention(self.attention_norm(x), rotation)
-        x = x + self.down(F.gelu(self.up(self.mlp_norm(x))))
+        normed = self.mlp_norm(x)
+        if self.has_experts:
+            added, self.l_aux, self.counts = self.moe(normed)
+        else:
+            added = self.down(F.gelu(self.up(normed)))
+        x = x + added
         return x
 
 
@@ -59,15 +93,19 @@ class GPT(nn.Module):
         width: numbers per position, a multiple of HEAD_WIDTH.
         layers: how many blocks.
         context: the longest text it can look at, in bytes.
+        experts: of each block; 0: it has a single network.
+        top_k: how many of them a position goes through.
     """
 
     rotation: Tensor
 
-    def __init__(self, width: int, layers: int, context: int) -> None:
+    def __init__(
+        self, width: int, layers: int, context: int, experts: int = 0, top_k: int = 0
+    ) -> None:
         super().__init__()
-        self.context = context
+        self.context, self.experts, self.top_k = context, experts, top_k
         self.embedding = nn.Embedding(VOCABULARY, width)
-        self.blocks = nn.ModuleList(Block(width) for _ in range(layers))
+        self.blocks = nn.ModuleList(Block(width, experts, top_k) for _ in range(layers))
         self.norm = nn.LayerNorm(width)
         self.head = nn.Linear(width, VOCABULARY, bias=False)
         self.register_buffer("rotation", _rotation(context), persistent=False)
@@ -77,13 +115,17 @@ class GPT(nn.Module):
     def config(self) -> dict[str, Any]:
         """What the table in gpt_engine.py reads."""
         return {
-            "model_type": "example_gpt",
+            "model_type": "example_gpt_of_experts" if self.experts else "example_gpt",
             "num_hidden_layers": len(self.blocks),
             "hidden_size": self.embedding.embedding_dim,
             "num_attention_heads": self.embedding.embedding_dim // HEAD_WIDTH,
             "vocab_size": VOCABULARY,
             "rope_theta": _ROTATION_BASE,
             "sliding_window": self.context,
+            "intermediate_size": 4 * self.embedding.embedding_dim,
+            "num_experts": self.experts,
+            "num_experts_per_tok": self.top_k,
+            "norm_topk_prob": self.top_k > 1,  # as MoE does
         }
 
     def forward(self, tokens: Tensor) -> Tensor:
@@ -99,7 +141,7 @@ class GPT(nn.Module):
         for name, parameter in self.named_parameters():
             if name.endswith(".bias"):
                 nn.init.zeros_(parameter)
-            elif parameter.dim() == 2:
+            elif parameter.dim() >= 2:  # 3: of all experts, which are drawn apart
                 adds_to_sum = name.endswith(("out.weight", "down.weight"))
                 nn.init.normal_(parameter, std=0.02 / math.sqrt(2 * layers if adds_to_sum else 1))
 

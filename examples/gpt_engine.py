@@ -6,12 +6,16 @@ The table says where `gpt.py` keeps its weights and what it computes; the rest i
 import statistics
 import time
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 
 from deepspeed_ext.dtensors import is_dtensor
 from deepspeed_ext.inference import (
+    ExpertNames,
+    Experts,
     InferenceEngine,
+    Key,
     Names,
     Policy,
     SamplingOptions,
@@ -42,6 +46,18 @@ TABLE = Policy(
     biases=(True, True, True, False),
     windows=Windows(),  # as in training nothing has looked further back
 )
+TABLE_OF_EXPERTS = replace(
+    TABLE,
+    families=("example_gpt_of_experts",),
+    biases=(True, True, False, False),
+    experts=Experts(
+        names=(ExpertNames("moe.gate", ("moe.experts.up.weight",), "moe.experts.down.weight"),),
+        count=Key("num_experts"),
+        chosen=Key("num_experts_per_tok"),
+        intermediate=Key("intermediate_size"),
+        normalize=Key("norm_topk_prob"),
+    ),
+)
 _ROUNDS, _BYTES = 3, 32
 
 
@@ -53,8 +69,9 @@ def engine_of(model: GPT, *, max_tokens: int, quantize: str | None = None) -> In
         max_tokens: of a text.
         quantize: as of ``init_inference``.
     """
+    table = TABLE_OF_EXPERTS if model.experts else TABLE
     engine = init_inference(
-        model, policy=TABLE, max_batch=1, max_tokens=max_tokens, quantize=quantize
+        model, policy=table, max_batch=1, max_tokens=max_tokens, quantize=quantize
     )
     assert isinstance(engine, InferenceEngine)  # as the table is of no encoder
     return engine
@@ -97,7 +114,8 @@ def whole(model: GPT) -> GPT:
     if not any(map(is_dtensor, tensors.values())):
         return model
     with torch.device("meta"):
-        made = GPT(model.embedding.embedding_dim, len(model.blocks), model.context)
+        width, layers = model.embedding.embedding_dim, len(model.blocks)
+        made = GPT(width, layers, model.context, model.experts, model.top_k)
     full = {name: t.full_tensor() if is_dtensor(t) else t for name, t in tensors.items()}
     made.load_state_dict(full, assign=True)
     made.register_buffer("rotation", model.rotation, persistent=False)

@@ -13,6 +13,8 @@ from examples.gpt import HEAD_WIDTH
 from examples.optimizers import DEVICES, OFFLOADED, STATES
 from examples.trainer import Settings
 
+_MOST_EXPERTS = 1024  # of MoE
+
 
 class UserError(Exception):
     """What was asked for cannot be done; the text says what is wrong and what would be right."""
@@ -78,6 +80,11 @@ def _add_settings(parser: argparse.ArgumentParser) -> None:
     meaning = "train on all processes of torchrun, sharded by this stage of ZeRO"
     setting("--zero-stage", type=int, choices=(0, 1, 2, 3), help=meaning)
     positive = _number(int, "a whole number above 0", lambda n: n > 0)
+    some = _number(int, f"a whole number from 1 to {_MOST_EXPERTS}", _is_count_of_experts)
+    meaning = "in place of each feed-forward block as many, of which each byte takes --top-k"
+    setting("--experts", type=some, metavar="N", help=meaning)
+    meaning = "how many experts each byte goes through; default: 2, or 1 with --experts 1"
+    setting("--top-k", type=positive, metavar="N", help=meaning)
     width = _number(int, f"a multiple of {HEAD_WIDTH}", lambda n: n > 0 and n % HEAD_WIDTH == 0)
     rate = _number(float, "a number above 0", lambda x: 0 < x < float("inf"))
     seed = _number(int, "a whole number from 0 to 1000000", lambda n: 0 <= n <= 1_000_000)
@@ -125,7 +132,15 @@ def settings_of(options: argparse.Namespace, saved: Mapping[str, Any] | None) ->
     given.setdefault("device", _device_for(given.get("optimizer"), is_offloaded))
     on_cpu = is_offloaded or given["device"] == "cpu"
     given.setdefault("optimizer", "cpu_adam" if on_cpu else "fused_adam")
+    experts = given.get("experts", 0)
+    given.setdefault("top_k", min(2, experts))
     settings = Settings(**given)
+    if settings.top_k and not experts:
+        raise UserError(f"--top-k is {settings.top_k}, expected to be left out without --experts")
+    if settings.top_k > experts:
+        raise UserError(
+            f"--top-k is {settings.top_k}, expected at most {experts}, the number of --experts"
+        )
     if settings.state != "float32" and settings.optimizer.startswith("torch"):
         raise UserError(
             f"--state is {settings.state}, expected float32 with --optimizer {settings.optimizer}"
@@ -170,6 +185,10 @@ def _check_device(settings: Settings) -> None:
     if device not in known.get(optimizer, ()):
         expected = " or ".join(name for name, devices in known.items() if device in devices)
         raise UserError(f"--optimizer is {optimizer}, expected {expected} with {with_what}")
+
+
+def _is_count_of_experts(number: int) -> bool:
+    return 0 < number <= _MOST_EXPERTS
 
 
 def _flag(name: str) -> str:

@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from matplotlib.figure import Figure
 
+from examples.expert_load import load_figure
+
 
 class RunFolder:
     """The files of one run; each is at any moment the whole old one or the whole new one."""
@@ -22,6 +24,7 @@ class RunFolder:
         self.checkpoint = path / "checkpoint.pt"
         self.metrics = path / "metrics.jsonl"
         self.picture = path / "loss.png"
+        self.load_picture = path / "experts.png"
         self.sample = path / "sample.txt"
 
     def make(self) -> None:
@@ -43,11 +46,11 @@ class RunFolder:
         )
         return checkpoint
 
-    def write_metrics(self, history: list[dict[str, float]]) -> None:
+    def write_metrics(self, history: list[dict[str, Any]]) -> None:
         """Write the metrics anew: one line of JSON for each step."""
         _replace(self.metrics, "".join(map(_line, history)).encode())
 
-    def append_metrics(self, entry: dict[str, float]) -> None:
+    def append_metrics(self, entry: dict[str, Any]) -> None:
         """Add the line of one more step."""
         with self.metrics.open("a") as file:
             file.write(_line(entry))
@@ -56,7 +59,7 @@ class RunFolder:
         """Write generated text; bytes that are not UTF-8 are kept as they are."""
         _replace(self.sample, text)
 
-    def draw(self, history: list[dict[str, float]], title: str) -> None:
+    def draw(self, history: list[dict[str, Any]], title: str) -> None:
         """Draw the loss over the steps as a picture."""
         steps = [entry["step"] for entry in history]
         losses = [entry["loss"] for entry in history]
@@ -84,12 +87,20 @@ class RunFolder:
         axes.set(title=title, xlabel="step", ylabel="loss (nats per byte)")
         axes.grid(alpha=0.3)
         axes.legend()
-        buffer = io.BytesIO()
-        figure.savefig(buffer, format="png", dpi=120)
-        _replace(self.picture, buffer.getbuffer())
+        _save(figure, self.picture)
+
+    def draw_load(self, history: list[dict[str, Any]], title: str) -> None:
+        """Draw the load of experts over the steps as a picture."""
+        _save(load_figure([entry["expert_load"] for entry in history], title), self.load_picture)
 
 
-def _line(entry: dict[str, float]) -> str:
+def _save(figure: Figure, path: Path) -> None:
+    buffer = io.BytesIO()
+    figure.savefig(buffer, format="png", dpi=120)
+    _replace(path, buffer.getbuffer())
+
+
+def _line(entry: dict[str, Any]) -> str:
     return json.dumps(entry) + "\n"
 
 

@@ -40,7 +40,8 @@ def join_processes() -> None:
 class ShardedTrainer(Trainer):
     """Trains one model on all processes, each with its share of every batch.
 
-    Losses are means over all, so that their number changes a run by rounding only.
+    Losses are means over all, so that their number changes a run by rounding only. With experts it
+    changes a little more: each balances the load of its own share.
     """
 
     def __init__(self, settings: Settings, text: Text) -> None:
@@ -77,6 +78,11 @@ class ShardedTrainer(Trainer):
         dist.all_reduce(mean)
         return mean
 
+    def _sum(self, counts: Tensor) -> Tensor:
+        total = counts.clone()
+        dist.all_reduce(total)
+        return total
+
     def any_process(self, flag: bool) -> bool:
         """Return whether this is true in any process."""
         count = torch.tensor(float(flag), device=self.settings.device)
@@ -109,12 +115,12 @@ class ShardedFolder(RunFolder):
         """Return what the checkpoint says of the run, without weights."""
         return zero.inspect(self.checkpoint.parent)
 
-    def write_metrics(self, history: list[dict[str, float]]) -> None:
+    def write_metrics(self, history: list[dict[str, Any]]) -> None:
         """Write the metrics anew, in the first process."""
         if self.is_shown:
             super().write_metrics(history)
 
-    def append_metrics(self, entry: dict[str, float]) -> None:
+    def append_metrics(self, entry: dict[str, Any]) -> None:
         """Add the line of one more step, in the first process."""
         if self.is_shown:
             super().append_metrics(entry)
@@ -124,7 +130,12 @@ class ShardedFolder(RunFolder):
         if self.is_shown:
             super().write_sample(text)
 
-    def draw(self, history: list[dict[str, float]], title: str) -> None:
+    def draw(self, history: list[dict[str, Any]], title: str) -> None:
         """Draw the loss, in the first process."""
         if self.is_shown:
             super().draw(history, title)
+
+    def draw_load(self, history: list[dict[str, Any]], title: str) -> None:
+        """Draw the load of experts, in the first process."""
+        if self.is_shown:
+            super().draw_load(history, title)

@@ -1,9 +1,9 @@
 """Train a small GPT on Python's own source files, from the command line; --help says how.
 
 Leaves in the folder --out: loss.png, metrics.jsonl (a line for each step), sample.txt, and
-checkpoint.pt, from which --resume goes on exactly as if the run had never stopped. Started by
-torchrun with --zero-stage it trains on all its processes, and its checkpoint is a folder, from
-which any number of processes go on.
+checkpoint.pt, from which --resume goes on exactly as if the run had never stopped; with --experts
+also experts.png. Started by torchrun with --zero-stage it trains on all its processes, and its
+checkpoint is a folder, from which any number of processes go on.
 """
 
 import contextlib
@@ -22,6 +22,7 @@ from tqdm import tqdm  # type: ignore[import-untyped]
 
 from deepspeed_ext.op_builder import BuildError, program
 from examples.compare import Comparison
+from examples.expert_load import extremes
 from examples.gpt import generate
 from examples.gpt_engine import engine_of, speeds, whole, write_on
 from examples.options import UserError, parse, settings_of
@@ -60,7 +61,7 @@ class Run:
     def __init__(self, folder: RunFolder, trainer: Trainer) -> None:
         self.folder = folder
         self.trainer = trainer
-        self.history: list[dict[str, float]] = []  # an entry for each step taken
+        self.history: list[dict[str, Any]] = []  # an entry for each step taken
 
     def restore(self, checkpoint: dict[str, Any]) -> None:
         """Continue from a checkpoint."""
@@ -93,7 +94,7 @@ class Run:
                     break
         return len(self.history) == steps
 
-    def _step(self, number: int) -> dict[str, float]:
+    def _step(self, number: int) -> dict[str, Any]:
         """Take a step, and write down and return what was measured."""
         settings = self.trainer.settings
         begin = time.perf_counter()
@@ -101,8 +102,10 @@ class Run:
         speed = settings.tokens / (time.perf_counter() - begin)
         if not math.isfinite(loss):
             raise UserError(f"the loss of step {number} is {loss}, expected a number: lower --lr")
-        entry = {"step": number, "loss": loss, "lr": self.trainer.lr(number)}
+        entry: dict[str, Any] = {"step": number, "loss": loss, "lr": self.trainer.lr(number)}
         entry["tokens_per_second"] = round(speed)
+        if settings.experts:
+            entry["expert_load"] = self.trainer.expert_load()
         if number % max(1, settings.steps // _EVALUATIONS) == 0 or number == settings.steps:
             entry["validation_loss"] = self.trainer.validate()
         self.history.append(entry)
@@ -127,10 +130,13 @@ class Run:
         self.trainer.save(self.folder, content)
 
     def draw(self) -> None:
-        """Draw the loss curve."""
+        """Draw the loss curve, and the load of experts."""
         settings = self.trainer.settings
         title = f"{type(self.trainer.optimizer).__name__} on {settings.device}, "
         self.folder.draw(self.history, title + _size(self.trainer))
+        if settings.experts:
+            title = f"Load of {settings.experts} experts, of which {settings.top_k} are chosen"
+            self.folder.draw_load(self.history, title)
 
     def write_sample(self) -> tuple[str, str]:
         """Generate a text by an engine and write it down.
@@ -201,7 +207,11 @@ def _finish(run: Run, comparison: Comparison | None) -> int:
         print("writing a sample; the first time, ops are compiled for it", flush=True)
     sample, speed = run.write_sample()
     print(f"loss on files it has not seen: {run.history[-1]['validation_loss']:.3f} nats per byte")
-    for path in (run.folder.picture, run.folder.metrics, run.folder.checkpoint, run.folder.sample):
+    folder, experts = run.folder, run.trainer.settings.experts
+    if experts:
+        print(extremes([entry["expert_load"] for entry in run.history]))
+    pictures = [folder.picture, *([folder.load_picture] if experts else [])]
+    for path in (*pictures, folder.metrics, folder.checkpoint, folder.sample):
         print(f"wrote {path}")
     print(f"the sample begins:\n\n{sample}\n\nsample: {speed}")
     return 0

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from examples.gpt import GPT
+from examples.gpt import GPT, Block
 from examples.optimizers import STATES, clip_and_step, make_optimizer
 from examples.run_folder import RunFolder
 from examples.text import Text, batch
@@ -17,6 +17,7 @@ _WARM_UP = 0.1  # part of the steps in which the learning rate rises
 _LAST_LR = 0.05  # part of the learning rate that is left at the end
 _MAX_GRAD_NORM = 1.0
 _VALIDATION_BATCHES = 16
+_BALANCE = 0.01  # of the loss that is least when all experts have as much to do
 
 
 @dataclass(frozen=True)
@@ -37,6 +38,8 @@ class Settings:
     nvme_path: str | None = None
     memory_budget: str | None = None
     zero_stage: int | None = None
+    experts: int = 0
+    top_k: int = 0
 
     @property
     def tokens(self) -> int:
@@ -51,7 +54,8 @@ class Trainer:
         self.settings = settings
         self.text = text
         torch.manual_seed(settings.seed)
-        self.model = self._prepared(GPT(settings.width, settings.layers, settings.context))
+        s = settings
+        self.model = self._prepared(GPT(s.width, s.layers, s.context, s.experts, s.top_k))
         self.optimizer = make_optimizer(
             settings.optimizer,
             self.model,
@@ -75,9 +79,19 @@ class Trainer:
             group["lr"] = self.lr(number)
         self.optimizer.zero_grad()
         loss = self._loss(self.text.training, number)
-        loss.backward()
+        whole = loss
+        if self.settings.experts:
+            whole = loss + _BALANCE * torch.stack([block.l_aux for block in self._blocks()]).sum()
+        whole.backward()
         clip_and_step(self.model, self.optimizer, _MAX_GRAD_NORM)
         return self._mean(loss).item()
+
+    def expert_load(self) -> list[list[int]]:
+        """Return how many choices of the last forward each expert of each layer was."""
+        return self._sum(torch.stack([block.counts for block in self._blocks()])).tolist()
+
+    def _blocks(self) -> list[Block]:
+        return [block for block in self.model.blocks if isinstance(block, Block)]
 
     @torch.no_grad()
     def validate(self) -> float:
@@ -109,6 +123,10 @@ class Trainer:
     def _mean(self, loss: Tensor) -> Tensor:
         """Return the mean over all processes."""
         return loss.detach()
+
+    def _sum(self, counts: Tensor) -> Tensor:
+        """Return the sum over all processes."""
+        return counts
 
     def any_process(self, flag: bool) -> bool:
         """Return whether this is true in any process."""

@@ -269,7 +269,8 @@ ROOMS = {  # inside of a package, likewise; its __init__ may import all
     ),
     "compat/zero": (("parameter_offload", "parameters"), ("gathered",), ("init",)),
     "examples": (
-        ("gpt", "optimizers", "run_folder", "text"),
+        ("expert_load", "gpt", "optimizers", "text"),
+        ("run_folder",),
         ("gpt_engine", "trainer"),
         ("compare", "compare_states", "options"),
         ("search_docs", "sharded"),

@@ -23,6 +23,7 @@ from deepspeed_ext.inference.weights.packed_layers import (
     quantized_in,
 )
 from deepspeed_ext.io import SavedTensor
+from deepspeed_ext.moe.sending import Gate
 from deepspeed_ext.quantization.layout import WeightLayout
 from deepspeed_ext.torch_internals.modules import (
     ORIGINAL,
@@ -200,6 +201,8 @@ def _lost_with(layer: nn.Module) -> str | None:
         return "a forward of its own"
     forwards = [kind for kind in type(layer).__mro__ if "forward" in vars(kind)]
     known = [kind for kind in forwards if kind.__module__.partition(".")[0] in _KNOWN]
+    if forwards[0] is Gate:  # a router in float32, as those of the engine are
+        return None
     if forwards[0] not in known and known[0] is not nn.Module:
         return f"a forward of its own, of {forwards[0].__qualname__}"
     return None
