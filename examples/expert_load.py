@@ -25,11 +25,11 @@ def load_figure(loads: list[Load], title: str) -> Figure:
     steps, layers, experts = found.shape
     parts = found.tensor_split(min(steps, _COLUMNS))
     relative = experts * torch.stack([part.mean(0) for part in parts], -1)
-    figure = Figure(figsize=(8, min(1.2 + 1.1 * layers, 40)), layout="constrained")
+    figure = Figure(figsize=(8, min(1.9 + 1.1 * layers, 40)), layout="constrained")
     rows = figure.subplots(layers, sharex=True, squeeze=False)[:, 0]
     for layer, axes in enumerate(rows):
         image = axes.imshow(
-            relative[layer],
+            relative[layer].numpy(),
             aspect="auto",
             interpolation="nearest",
             cmap="RdBu_r",

@@ -82,6 +82,7 @@ CHOICES = {
     "cpu_adam": ["--optimizer", "cpu_adam"],
     "torch": ["--optimizer", "torch"],
     "offloaded": ["--offload", "cpu"],
+    "experts": ["--offload", "cpu", "--experts", "3", "--top-k", "2"],
 }
 
 
@@ -104,10 +105,13 @@ def test_state_on_disk_changes_nothing(tmp_path: Path) -> None:
 
 def test_leaves_what_it_says(whole: Path) -> None:
     names = {"checkpoint.pt", "loss.png", "metrics.jsonl", "sample.txt"}
+    has_experts = whole.name == "experts"
+    names |= {"experts.png"} if has_experts else set()
     assert {path.name for path in whole.iterdir()} == names
     entries = measured(whole)
     assert [entry["step"] for entry in entries] == [1, 2, 3, 4, 5, 6]
-    assert all(entry.keys() == {"step", "loss", "lr", "validation_loss"} for entry in entries)
+    keys = {"step", "loss", "lr", "validation_loss"} | ({"expert_load"} if has_experts else set())
+    assert all(entry.keys() == keys for entry in entries)
     assert entries[0]["loss"] > entries[-1]["loss"] > 0
     assert (whole / "loss.png").read_bytes().startswith(b"\x89PNG")
     assert (whole / "sample.txt").read_bytes().startswith(b"class Model:\n    def __init__(self")
@@ -275,6 +279,8 @@ REFUSALS = {
     " with --device cpu",
     "--offload nvme": "--nvme-path is None, expected a folder with --offload nvme, and only then",
     "--offload cpu --optimizer torch": "--optimizer is torch, expected cpu_adam with --offload cpu",
+    "--top-k 2": "--top-k is 2, expected to be left out without --experts",
+    "--experts 2 --top-k 3": "--top-k is 3, expected at most 2, the number of --experts",
 }
 
 
@@ -344,6 +350,8 @@ def test_refuses_what_is_no_checkpoint(tmp_path: Path, capsys: pytest.CaptureFix
 @pytest.mark.parametrize(
     ("arguments", "error"),
     [
+        ("--experts 1025", "--experts: is 1025, expected a whole number from 1 to 1024"),
+        ("--experts 2 --top-k 0", "--top-k: is 0, expected a whole number above 0"),
         ("--steps 0", "--steps: is 0, expected a whole number above 0"),
         ("--steps many", "--steps: is many, expected a whole number above 0"),
         ("--width 48", "--width: is 48, expected a multiple of 32"),
@@ -372,7 +380,7 @@ def test_says_when_training_diverges(
 def test_keeps_the_old_checkpoint_when_the_disk_is_full(
     whole: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    before = (whole / "checkpoint.pt").read_bytes()
+    before, names = (whole / "checkpoint.pt").read_bytes(), set(whole.iterdir())
 
     def full(descriptor: int) -> None:
         raise OSError(28, "No space left on device")
@@ -381,7 +389,7 @@ def test_keeps_the_old_checkpoint_when_the_disk_is_full(
     with pytest.raises(OSError, match="No space left"):
         RunFolder(whole).save({"new": 1})
     assert (whole / "checkpoint.pt").read_bytes() == before
-    assert len(list(whole.iterdir())) == 4
+    assert set(whole.iterdir()) == names
 
 
 @pytest.mark.long

@@ -27,7 +27,9 @@ def losses(folder):
 
 def starts(row, folder):
     """Three steps of six, then it is as if it had been killed."""
-    options = parse([*SIZE, "--zero-stage", "3", "--offload", "cpu", "--out", str(folder / "run")])
+    options = parse(
+        [*SIZE, *row.split(), "--zero-stage", "3", "--offload", "cpu", "--out", str(folder / "run")]
+    )
     settings = settings_of(options, None)
     run = Run(ShardedFolder(options.out), ShardedTrainer(settings, standard_library(16)))
     run.folder.make()
@@ -62,6 +64,21 @@ def test_a_run_goes_on_with_another_number_of_processes(groups, tmp_path):
     groups.run(Case(2, "refuses", ""), "cpu")
     assert main([*SIZE, "--offload", "cpu", "--out", str(tmp_path)]) == 0
     assert losses(groups.folder("cpu") / "run") == pytest.approx(losses(tmp_path), rel=1e-5)
+
+
+@pytest.mark.long
+def test_a_run_with_experts_goes_on_with_another_number_of_processes(groups, tmp_path):
+    """Losses differ by a little more: each process balances the load of its own examples."""
+    experts = "--experts 4 --top-k 2"
+    groups.run(Case(2, "starts", experts), "cpu")
+    groups.run(Case(1, "goes_on", "1"), "cpu")
+    assert main([*SIZE, *experts.split(), "--offload", "cpu", "--out", str(tmp_path)]) == 0
+    assert losses(groups.folder("cpu") / "run") == pytest.approx(losses(tmp_path), rel=1e-3)
+    one, other = (
+        json.loads((folder / "metrics.jsonl").read_text().splitlines()[0])["expert_load"]
+        for folder in (groups.folder("cpu") / "run", tmp_path)
+    )
+    assert one == other  # of the first step: counts of all processes
 
 
 def torchrun(processes, *arguments):
