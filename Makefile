@@ -35,7 +35,7 @@ env: $(DONE)/package  ## make .venv, with torch and this package in it
 demo: $(DONE)/package  ## train a small GPT and show what it writes; goes on when it was interrupted
 	@how='--offload cpu'
 	if [ -f $(OUT)/sample.txt ]; then
-	  rm -f $(OUT)/checkpoint.pt $(OUT)/metrics.jsonl $(OUT)/loss.png $(OUT)/sample.txt
+	  rm -f $(OUT)/checkpoint.pt $(OUT)/metrics.jsonl $(OUT)/loss.png $(OUT)/experts.png $(OUT)/sample.txt
 	elif [ -f $(OUT)/checkpoint.pt ]; then
 	  how=--resume
 	fi

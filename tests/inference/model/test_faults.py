@@ -17,6 +17,7 @@ from torch.optim.swa_utils import AveragedModel
 from deepspeed_ext.inference.execution import memory_budget as room
 from deepspeed_ext.inference.initialize import init_inference
 from deepspeed_ext.io.checkpoint.shards import Shards
+from deepspeed_ext.moe.sending import Gate
 
 FIRST = "model-00001-of-00003.safetensors"
 
@@ -272,6 +273,11 @@ def _doubled(*parts: Any) -> Any:
     return 2 * parts[-1]
 
 
+class _OtherGate(Gate):
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return 2 * super().forward(input)
+
+
 class _Louder(nn.Linear):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return 2 * super().forward(x)
@@ -283,6 +289,16 @@ CHANGES: dict[str, Callable[[nn.Linear], object]] = {
     "a forward of its own": lambda layer: setattr(layer, "forward", _doubled),
     "a forward of its own, of _Louder": lambda layer: setattr(layer, "__class__", _Louder),
 }
+
+
+def test_a_router_of_ours_is_read_and_another_is_not() -> None:
+    model = nn.Sequential(Gate(32, 4))
+    model.config = tiny_folder.CONFIG  # type: ignore[assignment]
+    with pytest.raises(ValueError, match=r"^init_inference: model has no tensor"):
+        init_inference(model)
+    model[0].__class__ = _OtherGate
+    with pytest.raises(ValueError, match=r"^init_inference: 0 has a forward of its own, of _Other"):
+        init_inference(model)
 
 
 @pytest.mark.parametrize("lost", CHANGES)
