@@ -357,6 +357,12 @@ def refusals(row, folder):
     differ = init_device_mesh("cpu", (2, 2), mesh_dim_names=names)[names[1]]
     with pytest.raises(ValueError, match=r"process . has experts 'experts' over .* has experts"):
         zero.shard(Wrapped(experts(differ)), 2)
+    plain = nn.Module()
+    plain.gain = nn.Parameter(torch.ones(()))
+    with pytest.raises(ValueError, match=r"'experts.gain' has no dimensions in an expert"):
+        zero.shard(Wrapped(Experts(plain, EXPERTS, mesh_of(4))), 2)
+    model = zero.shard(Wrapped(experts(mesh_of(2), 9)), 0)  # which shares nothing out
+    assert model.experts.bias.to_local().shape == (2, 9)
     model = zero.shard(Wrapped(Experts(nn.Linear(8, 5, bias=False), EXPERTS, mesh_of(2))), 2)
     weight = model.experts.weight
     assert isinstance(weight, DTensor)
