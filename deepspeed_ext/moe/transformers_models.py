@@ -19,6 +19,7 @@ from deepspeed_ext.dtensors import is_dtensor
 from deepspeed_ext.dtypes import DTYPES
 
 _NAME = "deepspeed_ext"
+_GATE = "_apply_gate"  # the method of experts; private, and their protocol
 _FLAGS = ("has_bias", "is_transposed")  # that all versions have; more came later
 _ACTIVATIONS = {  # of configurations, as our ops name them
     "gelu": "gelu",
@@ -66,7 +67,7 @@ def register_with_transformers() -> None:
 
     without_gate: Any = type("Experts", (nn.Module,), {})
     known = _Known(
-        gate=moe.use_experts_implementation(without_gate)._apply_gate,
+        gate=getattr(moe.use_experts_implementation(without_gate), _GATE),
         activations={type(ACT2FN[theirs]): ours for theirs, ours in _ACTIVATIONS.items()},
     )
     moe.ALL_EXPERTS_FUNCTIONS.register(_NAME, partial(_forward, known))
@@ -116,7 +117,7 @@ def _forward(
         gated=activation is not None,
     )
     if activation is None:
-        rows = experts._apply_gate(rows) if has_gate else experts.act_fn(rows)
+        rows = getattr(experts, _GATE)(rows) if has_gate else experts.act_fn(rows)
     rows = ops.grouped_linear(rows.to(down.dtype), down, routing.offsets, down_bias)
     if getattr(experts, "has_post_expert_norm", False):
         rows = experts.post_expert_norm(rows)
@@ -181,8 +182,8 @@ def _activation(known: _Known, experts: Any) -> str | None:
 
 def _has_default_gate(known: _Known, experts: Any) -> bool:
     # Not of the bound method: torch.compile says that it has no function.
-    is_of_class = "_apply_gate" not in vars(experts)
-    return is_of_class and getattr(type(experts), "_apply_gate", None) is known.gate
+    is_of_class = _GATE not in vars(experts)
+    return is_of_class and getattr(type(experts), _GATE, None) is known.gate
 
 
 def _name_of(experts: nn.Module) -> str:

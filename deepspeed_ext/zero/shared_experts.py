@@ -25,11 +25,12 @@ def experts_of(model: nn.Module) -> dict[str, nn.Module]:
     }
 
 
-def check_experts(model: nn.Module, mesh: DeviceMesh) -> None:
+def check_experts(model: nn.Module, stage: int, mesh: DeviceMesh) -> None:
     """Refuse experts that cannot be sharded on a mesh; no process waits for another one.
 
     Args:
         model: with or without experts.
+        stage: of ZeRO.
         mesh: for all that is no expert.
 
     Raises:
@@ -46,7 +47,7 @@ def check_experts(model: nn.Module, mesh: DeviceMesh) -> None:
                     " expected a DTensor as the others"
                 )
             _check_mesh(param_name, param, mesh)
-            _placement(param_name, param)
+            _placement(param_name, stage, param)
     for name, param in model.named_parameters(remove_duplicate=False):
         home = homes.get(id(param))
         if home is not None and not name.startswith(f"{home}." if home else ""):
@@ -82,7 +83,7 @@ def how_to_shard(experts: dict[str, nn.Module], stage: int) -> dict[str, dict[st
             meshes[of_experts] = rest_of(of_experts, are_replicas=stage == 0)
         made[name] = {
             "mesh": meshes[of_experts],
-            "shard_placement_fn": partial(_placement, name),
+            "shard_placement_fn": partial(_placement, name, stage),
         }
     return made
 
@@ -107,15 +108,20 @@ def _check_mesh(name: str, param: "DTensor", mesh: DeviceMesh) -> None:
         )
 
 
-def _placement(name: str, param: Any) -> "Shard":
+def _placement(name: str, stage: int, param: Any) -> "Shard":
     """Return the first dimension behind that of experts which the processes can share out.
 
     Fully_shard wants all of them to have as much: only the first dimension may be uneven.
     """
     from torch.distributed.tensor import Shard
 
-    processes = root_of(param.device_mesh).size() // param.device_mesh.size()
-    shape = local(param).shape
+    alike = root_of(param.device_mesh).size() // param.device_mesh.size()
+    processes, shape = alike if stage else 1, local(param).shape
+    if len(shape) < 2:
+        raise ValueError(
+            f"{_OP}: {name!r} has no dimensions in an expert, expected rows to shard; give it the"
+            " shape [1]"
+        )
     for dimension in range(1, len(shape)):
         if shape[dimension] % processes == 0:
             return Shard(dimension)

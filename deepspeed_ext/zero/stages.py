@@ -133,7 +133,7 @@ def shard(
             )
             found = {}
         mesh = _checked_mesh(mesh)
-        check_experts(model, mesh)
+        check_experts(model, stage, mesh)
         experts = experts_of(model)
         found = {n: m for n, m in model.named_modules() if n in found or n in experts}
         groups = _groups(model, found)

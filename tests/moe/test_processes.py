@@ -34,6 +34,7 @@ from deepspeed_ext.offload import OffloadOptimizer
 from deepspeed_ext.optim import FusedLamb
 from deepspeed_ext.torch_internals.fully_shard import written
 from deepspeed_ext.zero.torch_steps import clip_and_step
+from deepspeed_ext.zero.whole_weights import in_first_process
 
 STEPS, TIMES = 2, 2
 # Stage and ep_size of who saves after the first step, and of who goes on.
@@ -113,6 +114,21 @@ def twenty_steps(row, folder):
             zero.load(folder, row, model, optimizer)
         trained(model, optimizer, 10, 20)
         assert_like(model, expected, f"{row} and then {WAYS[j]}")
+
+
+def replicas(row, folder):
+    """All else on a mesh with replicas, and whole weights for the first process."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    for stage, ep_size in ((1, 2), (3, 2), (2, 4)):
+        model = zero.shard(Net(ep_size).double(), stage, mesh=mesh)
+        trained(model, adamw(model), 0, STEPS)
+        expected = of_one(STEPS, TIMES)
+        assert_like(model, expected, f"replicas, stage {stage} over {ep_size}")
+        whole = in_first_process(
+            "test", model, lambda weights: {name: weights.read(name) for name in weights.described}
+        )
+        for name, param in expected.named_parameters() if whole else ():
+            torch.testing.assert_close(whole[name], param.data, rtol=0, atol=1e-14)
 
 
 def optimizers(row, folder):
@@ -357,6 +373,12 @@ def refusals(row, folder):
     differ = init_device_mesh("cpu", (2, 2), mesh_dim_names=names)[names[1]]
     with pytest.raises(ValueError, match=r"process . has experts 'experts' over .* has experts"):
         zero.shard(Wrapped(experts(differ)), 2)
+    plain = nn.Module()
+    plain.gain = nn.Parameter(torch.ones(()))
+    with pytest.raises(ValueError, match=r"'experts.gain' has no dimensions in an expert"):
+        zero.shard(Wrapped(Experts(plain, EXPERTS, mesh_of(4))), 2)
+    model = zero.shard(Wrapped(experts(mesh_of(2), 9)), 0)  # which shares nothing out
+    assert model.experts.bias.to_local().shape == (2, 9)
     model = zero.shard(Wrapped(Experts(nn.Linear(8, 5, bias=False), EXPERTS, mesh_of(2))), 2)
     weight = model.experts.weight
     assert isinstance(weight, DTensor)
@@ -381,6 +403,7 @@ CASES = [
 LONG = [
     Case(4, "checkpoint", "0 over 2, 1 over 1"),
     Case(4, "layers", "all"),
+    Case(4, "replicas", "all"),
     *(Case(4, "twenty_steps", row) for row in WAYS),
 ]
 NAMES_OF_LONG = [f"{case.function}-{case.row}-4" for case in LONG]

@@ -47,17 +47,18 @@ def grouped_linear(
     has an expert without rows: its gradients are 0. With `slots` x has tokens, and its rows are
     what ``moe_permute`` makes of them: a copy of each token for each of its experts.
 
-    On the CPU up to 512 rows, 64 tokens of 8 choices, go to a kernel that reads the weight of each
-    chosen expert once for 64 of its rows, and no other; x is read where it lies. A row then has the
-    same bits alone and in any batch, with any number of threads and any instruction set: those that
+    Few rows, up to 16 for each expert, but 64 at least and 512 at most, go to a kernel that reads
+    the weight of each chosen expert once, and no other: on the CPU for 64 of its rows, on CUDA for
+    8 or 16, of which all but the first are near by then. A row then has the same bits alone and in
+    any batch, on the CPU with any number of threads and any instruction set: those that
     ``skinny_linear`` gives it with its expert's weight.
 
-    With more rows, where torch.compile does not know how many there are, with a weight whose rows
-    do not lie in one piece each, and on CUDA, torch multiplies; copies, products and activation are
-    steps that each round to the dtype, and the same arguments give the same bits, but nothing is
-    promised of a row among others. On CUDA in bfloat16, with compute capability 9 or 10 and up to
-    1,023 experts, that is `torch.nn.functional.grouped_mm`; rows that are no multiple of 16 bytes
-    are copied for it. For all else torch's function would read the offsets: rows are copied to
+    With more rows, where torch.compile does not know how many there are, and with a weight whose
+    rows do not lie in one piece each, torch multiplies; copies, products and activation are steps
+    that each round to the dtype, and the same arguments give the same bits, but nothing is promised
+    of a row among others. On CUDA in bfloat16, with compute capability 9 or 10 and up to 1,023
+    experts, that is `torch.nn.functional.grouped_mm`; rows that are no multiple of 16 bytes are
+    copied for it. For all else torch's function would read the offsets: rows are copied to
     where those of an expert begin a block of 16 to 1,024, and blocks are multiplied, each with a
     copy of its weight, of which there are 128 MiB at a time, or one. That is meant to be right, not
     fast. On the CPU each expert's rows are multiplied in turn.
@@ -74,8 +75,8 @@ def grouped_linear(
         offsets: (experts,), int32: the end of each expert's rows, as `F.grouped_mm` takes them. No
             less than the one before it, and at most as many as there are rows: on the CPU others
             are refused, on CUDA they are not looked at, and results are then undefined.
-        bias: None, or (experts, n), with `gated` (experts, 2 n), of the dtype of x. On CUDA it is
-            added to products that are rounded already.
+        bias: None, or (experts, n), with `gated` (experts, 2 n), of the dtype of x. On CUDA, with
+            many rows, it is added to products that are rounded already.
         slots: None, or those of a routing, (..., choices), int64: the row of each choice of each
             token, or -1. On the CPU it is an error if a row before the last offset is not one
             choice's, as for ``moe_permute``; on CUDA nobody looks.
