@@ -54,6 +54,17 @@ class Tied(nn.Module):
         return self.down(torch.tanh(self.up(x))) * self.scale
 
 
+def twice():
+    layer = nn.Linear(WIDTH, WIDTH)
+    return nn.Sequential(layer, nn.ReLU(), layer)
+
+
+def one_bias():
+    expert = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU(), nn.Linear(WIDTH, WIDTH))
+    expert[2].bias = expert[0].bias
+    return expert
+
+
 MAKE = {
     "sequence": (sequence, True),
     "gated": (Gated, True),
@@ -61,6 +72,8 @@ MAKE = {
     "plain": (Plain, True),
     "any": (Mlp, False),
     "tied": (Tied, False),
+    "one layer twice": (twice, False),
+    "one bias": (one_bias, False),
     "long": (lambda: nn.Sequential(*sequence(), nn.ReLU(), nn.Linear(8, 8), nn.Softplus()), True),
     "no linear": (lambda: nn.Sequential(nn.Tanh()), False),
     "not first": (lambda: nn.Sequential(nn.Softplus(), nn.Linear(WIDTH, WIDTH)), False),
