@@ -56,6 +56,9 @@ def form_of(expert: nn.Module) -> Form | None:
         return None
     if any("forward" in vars(module) or is_compiled_in_place(module) for module in inside):
         return None
+    named = dict(expert.named_parameters())
+    if len(named) != sum(1 for _ in expert.named_parameters(remove_duplicate=False)):
+        return None  # tied: only one of the names of a tensor is known
     if type(expert) is nn.Sequential:
         return _form_of_sequence(expert)
     declared = vars(type(expert)).get(DECLARED)  # not what a class before it said

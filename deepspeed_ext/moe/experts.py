@@ -81,12 +81,18 @@ class Experts(nn.Module):
             for tensor in (*expert.parameters(), *expert.buffers())
         }
         mirror(expert, self, stacks, {})
-        self.train(expert.training)
+        self._show_modes()
 
     def train(self, mode: bool = True) -> "Experts":
         """Set whether experts are trained; see nn.Module."""
-        self._template.train(mode)
-        return super().train(mode)
+        super().train(mode)
+        self._template.train(mode)  # which may leave out some of its parts
+        self._show_modes()
+        return self
+
+    def _show_modes(self) -> None:
+        for name, module in self._template.named_modules():
+            self.get_submodule(name).training = module.training
 
     def forward(self, rows: Tensor, offsets: Tensor) -> Tensor:
         """Return what experts make of their rows.
@@ -108,6 +114,7 @@ class Experts(nn.Module):
             raise ValueError(
                 f"Experts: offsets has shape {list(offsets.shape)}, expected [{count}]"
             )
+        self._take_modes()
         if self._form is not None:
             weights = [self._weights(name) for name in self._form.linears]
             if can_run(weights, rows):
@@ -132,6 +139,13 @@ class Experts(nn.Module):
                 " other buffers are, expected both or none"
             )
         return True
+
+    def _take_modes(self) -> None:
+        """Let experts train where this module and its parts say so, as some set these alone."""
+        for name, module in self._template.named_modules():
+            mode = self.get_submodule(name).training
+            if module.training is not mode:
+                module.training = mode
 
     def _weights(self, name: str) -> Weights:
         weight, bias = self._local(f"{name}.weight"), f"{name}.bias"

@@ -54,6 +54,17 @@ class Tied(nn.Module):
         return self.down(torch.tanh(self.up(x))) * self.scale
 
 
+def twice():
+    layer = nn.Linear(WIDTH, WIDTH)
+    return nn.Sequential(layer, nn.ReLU(), layer)
+
+
+def one_bias():
+    expert = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU(), nn.Linear(WIDTH, WIDTH))
+    expert[2].bias = expert[0].bias
+    return expert
+
+
 MAKE = {
     "sequence": (sequence, True),
     "gated": (Gated, True),
@@ -61,6 +72,8 @@ MAKE = {
     "plain": (Plain, True),
     "any": (Mlp, False),
     "tied": (Tied, False),
+    "one layer twice": (twice, False),
+    "one bias": (one_bias, False),
     "long": (lambda: nn.Sequential(*sequence(), nn.ReLU(), nn.Linear(8, 8), nn.Softplus()), True),
     "no linear": (lambda: nn.Sequential(nn.Tanh()), False),
     "not first": (lambda: nn.Sequential(nn.Softplus(), nn.Linear(WIDTH, WIDTH)), False),
@@ -144,6 +157,31 @@ def test_dropout_hooks_and_modes():
     experts = Experts(like, 2)
     experts(x, ends(15, 25))
     assert seen == [15, 25]
+
+
+def test_parts_have_modes_of_their_own():
+    class Frozen(nn.Sequential):
+        def train(self, mode=True):
+            super().train(mode)
+            self[1].eval()
+            return self
+
+    for make in (nn.Sequential, Frozen):
+        parts = make(nn.Linear(WIDTH, WIDTH), nn.Dropout(0.5))
+        parts[1].eval()
+        experts, x, is_frozen = Experts(parts, 2), torch.ones(40, WIDTH), make is Frozen
+        assert (experts(x, ends(20, 20)) != 0).all()  # as the module was
+        assert experts.training and not experts.get_submodule("1").training
+        nn.Sequential(experts).train()
+        assert (experts(x, ends(20, 20)) != 0).all() == is_frozen
+        assert experts.get_submodule("1").training is not is_frozen
+        experts.get_submodule("1").eval()
+        assert (experts(x, ends(20, 20)) != 0).all()
+        experts.train()
+        for module in experts.modules():
+            module.training = False  # as what puts modes back does
+        assert (experts(x, ends(20, 20)) != 0).all()
+        assert (copy.deepcopy(experts)(x, ends(20, 20)) != 0).all()
 
 
 def test_only_what_is_known_is_run_at_once():

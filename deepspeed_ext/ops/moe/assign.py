@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from deepspeed_ext.ops._kinds import check_kinds
 from deepspeed_ext.ops._library import check_numbers, define
 from deepspeed_ext.ops.moe.routing import LIBRARIES, Routing
 
@@ -62,6 +63,12 @@ def moe_assign(
 
     See: ``moe_assign_ref`` is the same in plain torch.
     """
+    check_kinds("moe_assign", experts=(experts, Tensor), weights=(weights, Tensor))
+    if weights.shape != experts.shape:
+        raise ValueError(
+            f"moe_assign: weights has shape {list(weights.shape)}, expected"
+            f" {list(experts.shape)}, that of experts"
+        )
     slots, offsets, counts, first_counts = _op(
         experts,
         seed_of("moe_assign", keep, seed, experts),
@@ -81,7 +88,10 @@ def seed_of(op: str, keep: str, seed: int | Tensor, beside: Tensor) -> Tensor | 
     if isinstance(seed, Tensor):
         return seed
     check_numbers(op, True, seed=seed)
-    return torch.full((), seed, dtype=torch.int64, device=beside.device)
+    if not -(1 << 63) <= seed < 1 << 64:
+        raise ValueError(f"{op}: seed is {seed}, expected a number of 64 bits")
+    signed = seed - (1 << 64) if seed >> 63 > 0 else seed
+    return torch.full((), signed, dtype=torch.int64, device=beside.device)
 
 
 def rows_of(slots: Tensor, num_experts: int, capacity: int | None) -> int:

@@ -161,7 +161,8 @@ def moe_route_ref(
         best_groups = _first(_sorted(of_group)[..., :best].sum(-1), topk_groups)
         is_kept = torch.zeros_like(of_group[..., 0], dtype=torch.bool)
         is_kept = is_kept.scatter(-1, best_groups, True).repeat_interleave(count // groups, -1)
-        inside = is_kept.nonzero()[:, -1].view(*wide.shape[:-1], -1)  # lower numbers first
+        inside = is_kept.nonzero()[:, -1]  # lower numbers first
+        inside = inside.view(*wide.shape[:-1], count // groups * topk_groups)
         experts = inside.gather(-1, _first(ranked.gather(-1, inside), k))
     else:
         experts = _first(ranked, k)

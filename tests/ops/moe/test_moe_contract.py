@@ -282,6 +282,12 @@ WRONG: dict[str, Callable[[], Any]] = {
         LOGITS, 2, keep="random", seed=torch.ones(())
     ),
     "moe_assign: experts is float32, expected int64": lambda: moe_assign(LOGITS, LOGITS, 3),
+    "moe_route: seed is 18446744073709551616, expected a number of 64 bits": lambda: moe_route(
+        LOGITS, 2, keep="random", seed=1 << 64
+    ),
+    "moe_assign: weights has shape [4, 1], expected [4, 2], that of experts": lambda: moe_assign(
+        CHOSEN, torch.ones(4, 1), 3
+    ),
     "moe_assign: num_experts is 0, expected 1 to 1024": lambda: moe_assign(CHOSEN, CHOSEN, 0),
     "moe_permute: x has shape [3, 8], expected [4, 8] beside those slots": lambda: moe_permute(
         X[:3], routing()
