@@ -48,11 +48,10 @@ def _check_grouped(device: str, format: str) -> None:
     x, slots, ends, bias = _tokens()
     weight = _random_weight(4 * 20, 77, format, False, 20)
     there = weight._replace(codes=weight.codes.to(device), scales=weight.scales.to(device))
-    options: dict[str, Any] = dict(slots=slots.to(device))
     for form in _FORMS:
         want = ops.grouped_quantized_linear_ref(x, weight, ends, bias, slots=slots, **form)
-        given = x.to(device), there, ends.to(device), bias.to(device)
-        got = ops.grouped_quantized_linear(*given, **options, **form)
+        rows, offsets, added, places = (t.to(device) for t in (x, ends, bias, slots))
+        got = ops.grouped_quantized_linear(rows, there, offsets, added, slots=places, **form)
         compare(
             f"grouped_quantized_linear: {format} on {device}", got, want, 0, of_largest=1000 * _EPS
         )

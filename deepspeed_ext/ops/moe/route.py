@@ -117,7 +117,7 @@ def moe_route(
         )
     if type(scale) is not float:
         check_numbers("moe_route", scale=scale)
-    weights, experts, probability_sums, z_sum, slots, *others = _op(
+    weights, experts, probability_sums, z_sum, slots, offsets, counts, first_counts = _op(
         logits,
         bias,
         seed_of("moe_route", keep, seed, logits),
@@ -129,8 +129,12 @@ def moe_route(
         topk_groups=topk_groups,
         capacity=capacity,
     )
-    rows = rows_of(slots, logits.shape[-1], capacity)
-    return Routing(experts, weights, slots, *others, rows, probability_sums, z_sum)
+    return Routing(
+        *(experts, weights, slots, offsets, counts, first_counts),
+        rows=rows_of(slots, logits.shape[-1], capacity),
+        probability_sums=probability_sums,
+        z_sum=z_sum,
+    )
 
 
 def moe_route_ref(
