@@ -153,6 +153,8 @@ def config_of(name: str, **changes: Any) -> Any:
     kind, options = CASES[name]
     config_class = getattr(transformers, _CONFIGS.get(kind, f"{kind}Config"))
     config = config_class(**(options | changes))
+    if kind == "GptOss" and not hasattr(config, "swiglu_alpha"):
+        config.swiglu_limit = 7.0  # of transformers that take no other
     config._attn_implementation = "eager"
     config._experts_implementation = "eager"
     return config
