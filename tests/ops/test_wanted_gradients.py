@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from deepspeed_ext import ops
 from deepspeed_ext.ops import *  # noqa: F403  # registers all
 from deepspeed_ext.ops._library import _tensors
+from deepspeed_ext.ops.linear.grouped_products import clear_rows_of_nobody
 
 F32 = torch.float32
 Call = tuple[Any, tuple[Any, ...], dict[str, Any]]
@@ -78,6 +79,7 @@ def others() -> None:
     form: dict[str, Any] = dict(slots=torch.tensor([[1], [0]]), activation="silu", gated=True)
     ops.grouped_linear(x, experts, ends, torch.randn(2, 8), **form).sum().backward()
     ops.grouped_linear(torch.randn(513, 16), experts, ends, torch.randn(2, 8))
+    clear_rows_of_nobody(torch.randn(9, 4), ends)
     made = ops.quantize(x, symmetric=False)
     ops.dequantize(*made)
     ops.fake_quantize(x)
@@ -109,6 +111,8 @@ def experts() -> None:
     for score in ("softmax", "sigmoid"):
         options: dict[str, Any] = dict(score=score, normalize=True, bias=torch.zeros(4))
         routing = ops.moe_route(logits, 2, **options, capacity=2, keep="random")
+        seed = torch.tensor(3)
+        ops.moe_assign(routing.experts, routing.weights, 5, capacity=2, keep="random", seed=seed)
         out = ops.moe_unpermute(ops.moe_permute(x, routing), routing)
         loss = ops.moe_load_balancing_loss(routing) + ops.moe_z_loss(routing)
         (out.sum() + loss).backward()

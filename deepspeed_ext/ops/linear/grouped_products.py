@@ -21,11 +21,21 @@ _MOST_GROUPS = 1023  # that torch's kernel takes
 _WORKSPACE = 128 << 20  # bytes of copied weights, or of their gradients, at a time; one at least
 
 
+def _clear_cpu(rows: Tensor, offsets: Tensor) -> None:
+    rows[int(offsets[-1]) :] = 0
+
+
 # Zeros in the rows behind the last offset, of which the host does not know how many there are.
 _CLEAR = define(
     "grouped_linear_clear_(Tensor(a!) rows, Tensor offsets) -> ()",
-    {"cuda": "fused_grouped_linear"},
+    {"cpu": _clear_cpu, "cuda": "fused_grouped_linear"},
 )
+
+
+def clear_rows_of_nobody(rows: Tensor, offsets: Tensor) -> None:
+    """Write zeros into the rows behind the last offset."""
+    _CLEAR(rows, offsets)
+    torch.autograd.graph.increment_version(rows)
 
 
 def products_cpu(x: Tensor, weight: Tensor, offsets: Tensor, bias: Tensor | None) -> Tensor:
@@ -60,7 +70,7 @@ def products_cuda(x: Tensor, weight: Tensor, offsets: Tensor, bias: Tensor | Non
             row = torch.arange(x.shape[0], dtype=offsets.dtype, device=x.device)
             expert = torch.searchsorted(offsets, row, right=True).clamp_(max=len(bias) - 1)
             out += bias.index_select(0, expert)
-        _CLEAR(out, offsets)
+        clear_rows_of_nobody(out, offsets)
         return out
 
 

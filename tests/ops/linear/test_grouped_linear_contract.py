@@ -48,7 +48,7 @@ def test_compiled(dtype: torch.dtype, dynamic: bool, device: str) -> None:
             found.append([result.detach(), *torch.autograd.grad(result.sum(), leaves)])
         for got, want in zip(*found, strict=True):
             if dynamic and dtype == F32:  # torch multiplies, as nobody knows that rows are few
-                torch.testing.assert_close(got, want, rtol=1e-3, atol=1e-3)
+                torch.testing.assert_close(got, want, rtol=3e-2, atol=3e-2)
             elif dynamic:  # and on CUDA rounds before it adds bias, which the sine makes more of
                 assert got.shape == want.shape and got.dtype == dtype and got.isfinite().all()
             else:
