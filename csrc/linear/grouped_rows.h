@@ -40,17 +40,24 @@ struct RowsOfExpert {
   const int64_t* of_x;  // [rows] which row of x each one is
 };
 
-// These as a skinny GEMM, which lacks its weight.
-template <class Call>
-Call few_rows_of(const GroupedRows& call, const RowsOfExpert& part) {
-  Call few = {};
-  few.rows = part.rows;
+// A call as a skinny GEMM, but for its rows, bias, results and weight.
+inline FewRows form_of(const GroupedRows& call) {
+  FewRows few = {};
   few.columns = call.columns;
   few.length = call.length;
   few.activated = call.activated;
   few.gated = call.gated;
   few.activation = call.activation;
   few.x = call.x;
+  return few;
+}
+
+// Some rows of one expert as a skinny GEMM, which lacks its weight.
+template <class Call>
+Call few_rows_of(const GroupedRows& call, const RowsOfExpert& part) {
+  Call few = {};
+  static_cast<FewRows&>(few) = form_of(call);
+  few.rows = part.rows;
   few.x_rows = part.of_x;
   if (call.bias.is_present()) {
     few.bias = {call.bias.row<Any>(part.expert).address, 0, call.bias.dtype};

@@ -55,7 +55,7 @@ class Shares {
       for (int i = 0; i < mine; ++i) {
         const int at = before + until - mine + i, begin = own.begin + i * kOfShare;
         if (at >= kMostShares) break;  // of offsets that fall
-        experts_[at] = int16_t(expert);
+        experts_[at] = expert;
         begins_[at] = int16_t(begin);
         counts_[at] = int16_t(::min(kOfShare, own.end - begin));
       }
@@ -68,8 +68,8 @@ class Shares {
   __device__ Share at(int i) const { return {experts_[i], begins_[i], counts_[i]}; }
 
  private:
-  int count_;
-  int16_t experts_[kMostShares], begins_[kMostShares], counts_[kMostShares];
+  int count_, experts_[kMostShares];
+  int16_t begins_[kMostShares], counts_[kMostShares];  // of up to kMostGroupedRows
 };
 
 // Zeros in the rows behind the last offset: each block has some of them. All threads call it.
@@ -232,14 +232,8 @@ inline int64_t gathered_bytes(const GroupedRows& call) {
 // All but the weight and whose rows there are; x lies as the results do, at `near` if need be.
 inline FewRows few_rows_of(const GroupedRows& call, void* near, cudaStream_t stream,
                            const char* op) {
-  FewRows few = {};
+  FewRows few = form_of(call);
   few.rows = call.rows;
-  few.columns = call.columns;
-  few.length = call.length;
-  few.activated = call.activated;
-  few.gated = call.gated;
-  few.activation = call.activation;
-  few.x = call.x;
   few.bias = call.bias;
   few.out = call.out;
   if (are_gathered(call)) {
