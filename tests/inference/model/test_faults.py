@@ -2,6 +2,7 @@
 
 import ast
 import json
+import os
 import re
 import threading
 from collections.abc import Callable
@@ -43,7 +44,7 @@ def change_index(folder: Path, change: Callable[[dict[str, str]], Any]) -> None:
 
 
 def cut(path: Path) -> None:
-    path.write_bytes(path.read_bytes()[:-1])
+    os.truncate(path, path.stat().st_size - 1)  # at once: a reader may be at work
 
 
 def twice(folder: Path) -> None:
