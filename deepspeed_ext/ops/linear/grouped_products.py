@@ -5,7 +5,8 @@ turn. On CUDA torch has a kernel for bfloat16; for all else it would read the of
 are put into blocks of one expert each, of which there are at most as many as the sizes say.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -65,13 +66,19 @@ def products_cuda(x: Tensor, weight: Tensor, offsets: Tensor, bias: Tensor | Non
             columns = _aligned(weight, or_its_columns=True).transpose(1, 2)
             out = F.grouped_mm(_aligned(x), columns, offs=offsets).contiguous()
         else:
-            out = _products_of_blocks(x, weight, offsets)
-        if bias is not None:
-            row = torch.arange(x.shape[0], dtype=offsets.dtype, device=x.device)
-            expert = torch.searchsorted(offsets, row, right=True).clamp_(max=len(bias) - 1)
-            out += bias.index_select(0, expert)
-        clear_rows_of_nobody(out, offsets)
-        return out
+            _, n, length = weight.shape
+            out = products_of_blocks(x, n, length, offsets, partial(weight.index_select, 0))
+        return finished(out, offsets, bias)
+
+
+def finished(out: Tensor, offsets: Tensor, bias: Tensor | None) -> Tensor:
+    """Add each row's bias, and clear the rows of nobody; in place."""
+    if bias is not None:
+        row = torch.arange(out.shape[0], dtype=offsets.dtype, device=out.device)
+        expert = torch.searchsorted(offsets, row, right=True).clamp_(max=len(bias) - 1)
+        out += bias.index_select(0, expert)
+    clear_rows_of_nobody(out, offsets)
+    return out
 
 
 def outer_products_cpu(grad: Tensor, x: Tensor, offsets: Tensor) -> Tensor:
@@ -186,14 +193,22 @@ def _blocks(rows: int, offsets: Tensor) -> _Blocks:
     return _Blocks(size, places, owners)
 
 
-def _products_of_blocks(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
+def products_of_blocks(
+    x: Tensor, n: int, length: int, offsets: Tensor, weights_of: Callable[[Tensor], Tensor]
+) -> Tensor:
+    """Return x @ w.T for each row, block by block.
+
+    Args:
+        n: rows of each expert's weight.
+        length: of these rows.
+        weights_of: returns (blocks, n, length) for the numbers of the experts of some blocks.
+    """
     blocks = _blocks(x.shape[0], offsets)
-    n, length = weight.shape[1:]
     lines = blocks.put(x)
     out = x.new_zeros(len(lines) * blocks.size + 1, n)
     there = out[:-1].view(-1, blocks.size, n)
     for chunk in blocks.chunks(n * length * x.element_size()):
-        weights = weight.index_select(0, blocks.experts[chunk])
+        weights = weights_of(blocks.experts[chunk])
         torch.bmm(lines[chunk], weights.transpose(1, 2), out=there[chunk])
     return out.index_select(0, blocks.places)
 

@@ -50,9 +50,9 @@ def grouped_quantized_linear(
     the bits that ``quantized_linear`` gives it with its expert's weight.
 
     Else floats are made of the weight for as long as a call takes, and torch multiplies: on the CPU
-    of one expert at a time, of those that have rows; on CUDA of all of them at once. There are
-    gradients of x and bias; floats of the weight are made anew for that of x, and that of the
-    rounding of x is taken as 1.
+    of one expert at a time, of those that have rows; on CUDA of those of some blocks of rows, of up
+    to 128 MiB or one expert. There are gradients of x and bias; floats of the weight are made anew
+    for that of x, and that of the rounding of x is taken as 1.
 
     Args:
         x: (rows, length), float32, bfloat16 or float16. With slots (..., length).

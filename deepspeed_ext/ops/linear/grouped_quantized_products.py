@@ -7,8 +7,9 @@ from torch import Tensor
 from deepspeed_ext.ops.linear.few_rows import check_like, without_autocast
 from deepspeed_ext.ops.linear.grouped_products import (
     check_rows,
+    finished,
     parts,
-    products_cuda as products_of_floats,
+    products_of_blocks,
 )
 from deepspeed_ext.ops.quantization.formats import FORMATS
 from deepspeed_ext.ops.quantization.packed_weight import PackedWeight, unpack_weight
@@ -60,11 +61,40 @@ def products_cuda(
     length: int,
     transposed: bool,
 ) -> Tensor:
-    """Do what `products_cpu` does, with floats of all experts; offsets are not looked at."""
+    """Do what `products_cpu` does; what is in offsets is not checked.
+
+    Floats are made of the weights of some blocks of rows at a time.
+    """
     weight = PackedWeight(codes, scales, weight_offsets, FORMATS[format].name, group_size, length)
     n = _check(x, weight, offsets, bias, transposed)
-    floats = unpack_weight(weight, x.dtype).view(offsets.shape[0], n, length)
-    return products_of_floats(x, floats.transpose(1, 2) if transposed else floats, offsets, bias)
+    offsets = offsets.contiguous()
+    sizes = (length, n) if transposed else (n, length)
+    if x.numel() == 0 or codes.numel() == 0:
+        out = x.new_zeros(x.shape[0], sizes[0])
+        return finished(out, offsets, bias) if out.numel() else out
+
+    def floats_of(experts: Tensor) -> Tensor:
+        floats = unpack_weight(_of_experts(weight, experts, n), x.dtype).view(-1, n, length)
+        return floats.transpose(1, 2) if transposed else floats
+
+    with torch.cuda.device_of(x), without_autocast(x):
+        return finished(products_of_blocks(x, *sizes, offsets, floats_of), offsets, bias)
+
+
+def _of_experts(weight: PackedWeight, experts: Tensor, n: int) -> PackedWeight:
+    """Return a copy of the weights of some experts, one after the other."""
+    rows = (experts[:, None] * n + torch.arange(n, device=experts.device)).flatten()
+
+    def of_groups(values: Tensor | None) -> Tensor | None:
+        if values is None:
+            return None
+        return F.pad(values.index_select(1, rows), (0, -rows.numel() % 4))
+
+    scales = of_groups(weight.scales)
+    assert scales is not None
+    return weight._replace(
+        codes=weight.codes.index_select(0, rows), scales=scales, offsets=of_groups(weight.offsets)
+    )
 
 
 def _of_expert(weight: PackedWeight, expert: int, n: int) -> PackedWeight:
