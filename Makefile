@@ -11,7 +11,8 @@ DONE := .venv/done
 TORCH := $(shell grep '^torch==' requirements/dev.txt)
 HAS_TORCH := import sys, torch; from importlib.metadata import version; \
   sys.exit(tuple(map(int, version("torch").split(".")[:2])) < (2, 11))
-PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
+# Most of what is installed is never imported: Python compiles what is.
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile
 # One worker per processor, and no more than a GPU has room for. A thread that waits sleeps, because
 # the processor is another worker's. Ops that all need are compiled first, where no worker waits.
 PYTEST := OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -n auto --maxprocesses 8 --dist worksteal

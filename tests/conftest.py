@@ -11,7 +11,7 @@ import pytest
 import warm_python
 
 SLOWEST = 40
-LONG_SHARES, CASE_SHARES = 32, 6
+LONG_SHARES, CASE_SHARES = 64, 10
 FEW_CASES = 8  # of one test, which all run
 
 
