@@ -209,7 +209,9 @@ inline void weigh_backward_of_lanes(const Scores<kRows>& scores, int count, int 
     if constexpr (!kRows) shift = Vec(rows.shift[o]), delta = Vec(rows.delta[o]);
     const int64_t at = o * kLine;
     const Vec score = scores.template at<kPlain>(Vec::load(tile + at, Vec::size), o, lane);
-    const Vec weight = exp_of_negative(score - shift);
+    Vec weight = exp_of_negative(score - shift);
+    // The shift of a row that is not finite is NaN, also for what it does not see.
+    if constexpr (!kPlain) weight = select(score == Vec(-INFINITY), Vec(0.0f), weight);
     grad_of_score(weight, Vec::load(grads + at, Vec::size), delta).store(grads + at, Vec::size);
     weight.store(tile + at, Vec::size);
   }
