@@ -1,4 +1,4 @@
-"""Inputs of block_sparse_attention for the tests, what it may be off by, and a digest of results."""
+"""Inputs of block_sparse_attention for the tests, its bounds, and a digest of its results."""
 
 import hashlib
 from collections.abc import Callable
@@ -109,7 +109,7 @@ class Sparse:
 
     def weights(self) -> Tensor:
         """Return what each token has of each other: the result of values that are ones of one."""
-        batch, heads, tokens, _ = self.shape
+        batch, _, tokens, _ = self.shape
         q, k = (t.cpu().double() for t in self.qkv[:2])
         ones = torch.eye(tokens, dtype=torch.float64).expand(batch, self.kv_heads, -1, -1)
         options = {"scale": self.scale()} | self.on_host()
