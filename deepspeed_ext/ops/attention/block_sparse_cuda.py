@@ -121,7 +121,8 @@ class _Call:
         beyond = self.blocks * self.block - tensor.shape[2]
         if beyond > 0:
             tensor = F.pad(tensor, (*[0, 0] * (tensor.dim() - 3), 0, beyond))
-        return tensor.unflatten(2, (self.blocks, self.block))
+        blocks: Tensor = tensor.unflatten(2, (self.blocks, self.block))
+        return blocks
 
     def tokens_of(self, blocks: Tensor) -> Tensor:
         """Return the numbers of the tokens of some blocks, (tiles, n) to (tiles, n * block)."""
