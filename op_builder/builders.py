@@ -18,7 +18,6 @@ _IRREGULAR = {
 COMING = {
     "MultiHeadAttnBuilder": "transformer",
     "RandomLTDBuilder": "random_ltd",
-    "SparseAttnBuilder": "sparse_attn",
     "StochasticTransformerBuilder": "transformer",
     "TransformerBuilder": "transformer",
 }

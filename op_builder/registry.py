@@ -321,6 +321,17 @@ OPS: tuple[OpSpec, ...] = (
         self_check="deepspeed_ext.ops.self_checks:replay",
         modules=("deepspeed_ext.ops.replay",),
     ),
+    OpSpec(  # on CUDA torch does it
+        name="cpu_sparse_attn",
+        device="cpu",
+        sources=(
+            "attention/sparse/block_sparse_ops.cpp",
+            "attention/sparse/block_sparse_cpu.cpp",
+            _ISA,
+        ),
+        self_check="deepspeed_ext.ops.self_checks:block_sparse_attention",
+        modules=("deepspeed_ext.ops.attention.block_sparse_attention",),
+    ),
     OpSpec(
         name="async_io",
         device="cpu",
@@ -362,6 +373,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
     "scaled_upper_triangle_masked_softmax": ("fused_softmax",),
     "spatial_inference": ("fused_nhwc_bias_add",),
     "moe": ("fused_moe",),
+    "sparse_attn": ("cpu_sparse_attn",),
     "utils": (),
     **{earlier: (name,) for earlier, name in EARLIER_NAMES.items()},
 }

@@ -211,8 +211,8 @@ ROOMS = {  # inside of a package, likewise; its __init__ may import all
         ("run",),
     ),
     "ops/attention": (
-        ("paged_kv", "rope", "rope_frequencies"),
-        ("decode_attention", "rope_append", "self_checks"),
+        ("block_sparse_cuda", "paged_kv", "rope", "rope_frequencies"),
+        ("block_sparse_attention", "decode_attention", "rope_append", "self_checks"),
         ("append_and_attend", "prefill_attention"),
     ),
     "ops/elementwise": (("bias_activation", "gated_activation", "nhwc_bias_add"),),
@@ -280,6 +280,7 @@ ROOMS = {  # inside of a package, likewise; its __init__ may import all
 NATIVE_FLOORS = {  # what a family stands on, beside itself and common
     "attention/decode": ("attention/cache",),
     "attention/prefill": ("attention/cache", "attention/decode"),
+    "attention/sparse": ("attention/cache",),
     "linear": ("quantization",),
 }
 FLOORS_OF_OPS = {"linear": ("elementwise", "moe", "quantization")}  # likewise in ops

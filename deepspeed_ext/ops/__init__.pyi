@@ -9,6 +9,10 @@ from deepspeed_ext.ops.attention.append_and_attend import (
     append_and_attend_ as append_and_attend_,
     append_and_attend_ref_ as append_and_attend_ref_,
 )
+from deepspeed_ext.ops.attention.block_sparse_attention import (
+    block_sparse_attention as block_sparse_attention,
+    block_sparse_attention_ref as block_sparse_attention_ref,
+)
 from deepspeed_ext.ops.attention.decode_attention import (
     decode_attention as decode_attention,
     decode_attention_ref as decode_attention_ref,
