@@ -239,6 +239,11 @@ ROOMS = {  # inside of a package, likewise; its __init__ may import all
         ("fake_quantize",),
         ("ds_quantizer",),
     ),
+    "ops/random_ltd": (
+        ("mask_gather", "self_checks", "token_gather", "token_sort"),
+        ("token_scatter",),
+        ("dropping_utils",),
+    ),
     "ops/softmax_and_loss": (("cross_entropy", "softmax"),),
     "op_builder": (
         ("errors", "log", "pipes", "spec", "trust"),
