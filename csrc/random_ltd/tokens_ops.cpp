@@ -97,7 +97,8 @@ struct Named {
         const int64_t id = sample * tokens.kept + i;
         int32_t& named_by = first[size_t(sample * tokens.tokens + tokens.ids[id])];
         check(several || named_by < 0, op, ": ids has ", tokens.ids[id], " as its element number ",
-              id, ", expected a token that no other id of the sample is");
+              sample * tokens.kept + named_by,
+              ", expected a token that no other id of the sample is");
         next[size_t(id)] = named_by;
         named_by = int32_t(i);
       }

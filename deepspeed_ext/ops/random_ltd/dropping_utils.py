@@ -60,9 +60,7 @@ def gpt_sample_tokens(
         ids, (layers, batch_size, reserved_length), int32, ascending; and the part of the mask that
         belongs to so many tokens, a view of it, or None.
     """
-    ids = sampled_ids(
-        "gpt_sample_tokens", reserved_length, seq_length, batch_size, layers, device
-    )
+    ids = sampled_ids("gpt_sample_tokens", reserved_length, seq_length, batch_size, layers, device)
     return ids, None if attn_mask is None else attn_mask[..., :reserved_length, :reserved_length]
 
 
@@ -93,9 +91,7 @@ def bert_sample_tokens(
     """
     if attn_mask is None:
         raise ValueError("bert_sample_tokens: attn_mask is None, expected a mask")
-    ids = sampled_ids(
-        "bert_sample_tokens", reserved_length, seq_length, batch_size, layers, device
-    )
+    ids = sampled_ids("bert_sample_tokens", reserved_length, seq_length, batch_size, layers, device)
     mask = attn_mask.expand(batch_size, *attn_mask.shape[1:])
     return ids, list(mask_gather_bert(mask, ids))
 
@@ -125,7 +121,10 @@ class ScatterTokens:
 
     @staticmethod
     def apply(
-        all_activations: Tensor, layer_activations: Tensor, sorted_indices: Tensor, batch_first: bool
+        all_activations: Tensor,
+        layer_activations: Tensor,
+        sorted_indices: Tensor,
+        batch_first: bool,
     ) -> Tensor:
         """Return all activations with those of the layer in their places, as a new tensor.
 

@@ -12,7 +12,9 @@ LIBRARIES = {"cpu": "cpu_random_ltd", "cuda": "fused_random_ltd"}
 def tokens_like(x: Tensor, ids: Tensor, tokens: int, batch_first: bool) -> Tensor:
     """Return a new tensor with so many tokens of each sample, for fakes."""
     samples = ids.shape[0]
-    return x.new_empty((samples, tokens, x.shape[2]) if batch_first else (tokens, samples, x.shape[2]))
+    return x.new_empty(
+        (samples, tokens, x.shape[2]) if batch_first else (tokens, samples, x.shape[2])
+    )
 
 
 def _gathered(x: Tensor, ids: Tensor, batch_first: bool) -> Tensor:
