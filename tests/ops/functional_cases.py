@@ -23,8 +23,6 @@ from deepspeed_ext.ops import (
     rope,
     rope_frequencies,
     softmax,
-    token_gather,
-    token_scatter,
 )
 from deepspeed_ext.ops._activations import NAMES
 
@@ -75,16 +73,6 @@ def _targets(rows: int, n: int, device: str) -> Tensor:
     return found.to(device)
 
 
-def _kept(rows: int, n: int, device: str) -> Tensor:
-    """Three of five tokens for each row, in some order."""
-    return torch.tensor([[3, 0, 4], [1, 2, 3]], dtype=torch.int32, device=device).repeat(
-        (rows + 1) // 2, 1
-    )[:rows]
-
-
-_of_tokens: dict[str, Any] = dict(
-    fixed_of_rows=lambda rows, n, device: [_kept(rows, n, device)], twice=True
-)
 _turned: dict[str, Any] = dict(
     fixed_of_rows=lambda rows, n, device: [torch.arange(rows, device=device) * 1001],
     fixed_for_all=lambda n, device: [rope_frequencies(n // 2 * 2).to(device)],
@@ -159,12 +147,6 @@ CASES = {
         lambda n: [(n,)],
         fixed_of_rows=lambda rows, n, device: [_targets(rows, n, device)],
     ),
-    "token_gather": Case(token_gather, lambda n: [(5, n)], **_of_tokens),
-    "token_scatter": Case(
-        lambda x, part, ids: token_scatter(x, part.to(x.dtype), ids),
-        lambda n: [(5, n), (3, n)],
-        **_of_tokens,
-    ),
 }
 
 # More forms, of which only the bits are compared: what these cases run is another formula alone.
@@ -190,6 +172,7 @@ WITHOUT_CASE = {
     *(f"deepspeed_ext::moe_{op}" for op in ("unpermute", "unpermute_backward")),
     *(f"deepspeed_ext::grouped_linear{end}" for end in ("", ".few", "_backward")),
     "deepspeed_ext::grouped_quantized_products",
+    *(f"deepspeed_ext::token_{op}" for op in ("gather", "gather_backward", "scatter")),
     "deepspeed_ext::mask_gather_bert",
     "deepspeed_ext::skinny_linear",
     "deepspeed_ext::skinny_linear_norm",

@@ -124,6 +124,8 @@ def dropping() -> None:
     kept = ops.token_sort_(ids.int(), 5)
     ops.token_scatter_(x, part, kept)
     ops.mask_gather_bert(torch.randn(2, 1, 5, 5), kept[None])
+    leaf = torch.randn(2, 5, 8, requires_grad=True)
+    ops.token_scatter(leaf, ops.token_gather(leaf, kept), kept).sum().backward()
 
 
 def make_all() -> None:
