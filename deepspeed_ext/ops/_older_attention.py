@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from deepspeed_ext import ops
 
 
-@torch.no_grad()
 def apply_rotary_pos_emb(
     mixed_query: Tensor,
     key_layer: Tensor,
@@ -41,7 +40,6 @@ def apply_rotary_pos_emb(
     return [t.flatten(2) for t in turned]
 
 
-@torch.no_grad()
 def softmax_context(
     query_key_value: Tensor,
     attn_mask: Tensor,
@@ -125,7 +123,6 @@ def _filled(tensor: Tensor, tokens: int, name: str) -> Tensor:
     return F.pad(tensor, (0, more, 0, tokens - tensor.shape[2]))
 
 
-@torch.no_grad()
 def add_padding(query: Tensor, key: Tensor, value: Tensor) -> list[Tensor]:
     """Return (batch, heads, tokens, width) with a width of 32, 64 or 128, keys and values of 128
     tokens; what is new is 0."""
@@ -133,7 +130,6 @@ def add_padding(query: Tensor, key: Tensor, value: Tensor) -> list[Tensor]:
     return [*made, *(_filled(t, 128, "add_padding") for t in (key, value))]
 
 
-@torch.no_grad()
 def pad_transform(
     query: Tensor, key: Tensor, value: Tensor, heads: int, add_padding: bool
 ) -> list[Tensor]:

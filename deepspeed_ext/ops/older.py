@@ -3,8 +3,8 @@
 What the builders' `load` returns has them: those of DeepSpeed's inference ops with the endings
 _fp32, _fp16 and _bf16 too, which all are the same function, of whatever dtype its tensors are.
 Nothing here keeps anything between calls: what DeepSpeed's have in one workspace of the process are
-tensors of their own, and the cache of `softmax_context` is what its caller gives it. Results have
-no gradients, but for sums of images and `ColoAttention`.
+tensors of their own, and the cache of `softmax_context` is what its caller gives it. Gradients are
+those of the ops; one of what is written in place is torch's, or an error in backward.
 """
 
 from typing import Any
@@ -57,7 +57,6 @@ def nhwc_bias_add_bias_add(
 # Sums and activations
 
 
-@torch.no_grad()
 def residual_add_bias(
     hidden_state: Tensor,
     residual: Tensor,
@@ -97,31 +96,26 @@ def residual_add_bias(
     return residual.copy_(hidden + attended + (rest + bias) / mp_size)
 
 
-@torch.no_grad()
 def bias_residual(input: Tensor, residual: Tensor, bias: Tensor) -> Tensor:
     """Write input + bias + residual into input, and return it; theirs leaves it as it is."""
     return input.copy_(_rows_biased(input, bias, residual))
 
 
-@torch.no_grad()
 def bias_add(input: Tensor, bias: Tensor) -> Tensor:
     """Write input + bias into input, and return it."""
     return input.copy_(_rows_biased(input, bias))
 
 
-@torch.no_grad()
 def bias_gelu(input: Tensor, bias: Tensor) -> Tensor:
     """Write gelu(input + bias) into input, and return it; gelu is the one by tanh."""
     return input.copy_(ops.bias_activation(input, bias, activation="gelu_tanh"))
 
 
-@torch.no_grad()
 def bias_relu(input: Tensor, bias: Tensor) -> Tensor:
     """Write relu(input + bias) into input, and return it."""
     return input.copy_(ops.bias_activation(input, bias, activation="relu"))
 
 
-@torch.no_grad()
 def bias_geglu(activation: Tensor, bias: Tensor) -> Tensor:
     """Return (a + its bias) x gelu(g + its bias) of a and g, the halves of rows; the exact gelu."""
     biased = activation.float() + bias.float()
@@ -138,13 +132,11 @@ def _rows_biased(input: Tensor, bias: Tensor, other: Tensor | None = None) -> Te
 # Norms
 
 
-@torch.no_grad()
 def layer_norm(input: Tensor, gamma: Tensor, beta: Tensor, epsilon: float) -> Tensor:
     """Return the layer norm of each row: ``ops.layer_norm``."""
     return ops.layer_norm(input, gamma, beta, eps=epsilon)
 
 
-@torch.no_grad()
 def layer_norm_residual_store_pre_ln_res(
     input: Tensor, bias: Tensor, residual: Tensor, gamma: Tensor, beta: Tensor, epsilon: float
 ) -> list[Tensor]:
@@ -173,7 +165,6 @@ def _weight(
     return groups.view(weight.shape).to(like.dtype)
 
 
-@torch.no_grad()
 def vector_matmul(
     input: Tensor,
     weight: Tensor,
@@ -197,7 +188,6 @@ def vector_matmul(
     return F.linear(input, _weight(weight, scale, q_int8, transposed_mode, input))
 
 
-@torch.no_grad()
 def linear_layer(
     input: Tensor,
     weight: Tensor,
@@ -226,7 +216,6 @@ def linear_layer(
     return F.pad(heads, (0, padded_width(heads.shape[-1]) - heads.shape[-1])).contiguous()
 
 
-@torch.no_grad()
 def qkv_gemm(
     input: Tensor,
     weight: Tensor,
@@ -257,7 +246,6 @@ def qkv_gemm(
     return [F.linear(normed, whole, bias if add_bias else None), normed]
 
 
-@torch.no_grad()
 def mlp_gemm(
     input: Tensor,
     residual: Tensor,
@@ -310,7 +298,6 @@ def mlp_gemm(
     return [F.linear(active, down), normed]
 
 
-@torch.no_grad()
 def fused_gemm_gelu(
     input: Tensor,
     weight: Tensor,
