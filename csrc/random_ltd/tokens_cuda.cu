@@ -119,9 +119,10 @@ struct NextOf {  // an id, among those of a sample
 
 // Tokens of a sample that a block has: few, so that there are many blocks, but as many as make
 // looking at all ids a small part of it.
+constexpr int kMostTile = 1024;
 int tile_of(int64_t kept) {
   int tile = 32;
-  while (tile < 1024 && tile * 16 < kept) tile *= 2;
+  while (tile < kMostTile && tile * 16 < kept) tile *= 2;
   return tile;
 }
 
@@ -129,8 +130,8 @@ template <class Word>
 __global__ void __launch_bounds__(kThreads)
     merge_kernel(const __grid_constant__ MergeTokens call, const __grid_constant__ Teams teams,
                  int64_t blocks, unsigned of_sample, int tile) {
-  extern __shared__ int32_t shared[];
-  const NamedTokens named{shared, shared + tile};
+  __shared__ int32_t first[kMostTile], times[kMostTile];
+  const NamedTokens named{first, times};
   const KeptTokens& tokens = call.tokens;
   const int lane = int(threadIdx.x) % teams.threads, team = int(threadIdx.x) / teams.threads;
   for (int64_t block = blockIdx.x; block < blocks; block += gridDim.x) {
@@ -204,8 +205,7 @@ void merge_tokens_cuda(const char* op, const MergeTokens& call, void* stream) {
     const int tile = tile_of(call.tokens.kept);
     const int64_t of_sample = ceil_div(call.tokens.tokens, tile);
     const int64_t blocks = of_sample * call.tokens.samples;
-    const size_t shared = 2 * size_t(tile) * sizeof(int32_t);
-    merge_kernel<Word><<<grid_of(blocks), kThreads, shared, cudaStream_t(stream)>>>(
+    merge_kernel<Word><<<grid_of(blocks), kThreads, 0, cudaStream_t(stream)>>>(
         call, teams, blocks, unsigned(of_sample), tile);
   });
   cuda::check(cudaGetLastError(), op);

@@ -1,7 +1,5 @@
 // The sum of the rows of several ids, for both devices: in the order of ids, in float32, or in
 // float64 if elements are of it.
-#include <cstring>
-
 inline DSX_HOST_DEVICE int64_t bytes_of(Number number) {
   return number == Number::float64 ? 8 : number == Number::float32 ? 4 : 2;
 }

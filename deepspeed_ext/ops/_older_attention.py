@@ -241,11 +241,9 @@ class ColoAttention(nn.Module):
         lengths = kept.sum(-1, dtype=torch.int32)
         ends = F.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0))
         longest, rows = query.shape[1], kept.flatten().nonzero()[:, 0]
-        flat = [
-            t.flatten(0, 1)[rows]
-            for t in (query * (self.scale * query.shape[-1] ** 0.5), key, value)
-        ]
-        found = varlen_attn(*flat, ends, ends, longest, longest)
+        scaled = query * (self.scale * query.shape[-1] ** 0.5)  # older torch takes no scale
+        q, k, v = (t.flatten(0, 1)[rows] for t in (scaled, key, value))
+        found = varlen_attn(q, k, v, ends, ends, longest, longest)
         assert isinstance(found, Tensor)
         out = query.new_zeros(kept.numel(), *query.shape[2:]).index_copy(0, rows, found)
         return out.view(query.shape).flatten(2)

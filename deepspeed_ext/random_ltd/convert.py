@@ -49,9 +49,9 @@ def _convert(module: nn.Module, kind: Any, made: dict[nn.Module, RandomLayerToke
                 made[child] = RandomLayerTokenDrop(child).train(child.training)
         else:
             _convert(child, kind, made)
-    for name, child in [*module._modules.items()]:  # also a layer that has two names
-        if child is not None and child in made:
-            module._modules[name] = made[child]
+    for name, found in [*module._modules.items()]:  # also a layer that has two names
+        if found is not None and found in made:
+            module._modules[name] = made[found]
 
 
 def save_without_random_ltd(model: nn.Module) -> dict[str, Any]:
