@@ -157,7 +157,7 @@ void test_masks() {
 
 void test_sort() {
   std::vector<int32_t> ids(kRepeated, kRepeated + kSamples * kKept);
-  token_sort_cpu({kSamples, kKept, kTokens, ids.data(), nullptr}, 0, kSamples);
+  dsx::token_sort_cpu({kSamples, kKept, kTokens, ids.data(), nullptr}, 0, kSamples);
   expect(ids == std::vector<int32_t>{3, 8, 8, 8, 0, 0, 1, 2}, "sorted");
 }
 
