@@ -32,6 +32,19 @@ _INSTEAD = {
 }
 
 
+# Of DeepSpeed's inference ops, those that it has for each dtype, and those under one name.
+_OF_DTYPES = (
+    *("add_padding", "allocate_workspace", "bias_add", "bias_gelu", "bias_relu", "bias_residual"),
+    *("fused_gemm_gelu", "linear_layer", "mlp_gemm", "pad_transform", "qkv_gemm"),
+    *("residual_add_bias", "softmax_context", "vector_matmul"),
+)
+_OF_INFERENCE = (
+    *("_layer_norm_residual", "apply_rotary_pos_emb", "bias_geglu", "layer_norm"),
+    *("layer_norm_residual_store_pre_ln_res", "release_workspace", "reset_cache"),
+    "retake_workspace",
+    *(f"{name}{end}" for name in _OF_DTYPES for end in ("", "_fp32", "_fp16", "_bf16")),
+)
+
 # What older libraries call in a module of this name, and where it is.
 _FUSED_OPTIM = "deepspeed_ext.compat.fused_optim"
 _OLDER = {
@@ -55,9 +68,14 @@ _OLDER = {
         name: "deepspeed_ext.compat.scaled_upper_triangle_masked_softmax"
         for name in ("backward", "forward")
     },
+    "spatial_inference": {
+        name: "deepspeed_ext.ops.older" for name in ("nhwc_bias_add_add", "nhwc_bias_add_bias_add")
+    },
     "transformer_inference": {
-        name: "deepspeed_ext.compat.moe_functions"
-        for name in ("einsum_sec_sm_ecm", "moe_res_matmul")
+        **dict.fromkeys(_OF_INFERENCE, "deepspeed_ext.ops.older"),
+        **dict.fromkeys(
+            ("einsum_sec_sm_ecm", "moe_res_matmul"), "deepspeed_ext.compat.moe_functions"
+        ),
     },
     "utils": {name: "deepspeed_ext.ops" for name in ("flatten", "unflatten")},
 }

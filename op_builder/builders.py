@@ -17,7 +17,6 @@ _IRREGULAR = {
 # Builders of older libraries that are not here yet, by the op that each comes with.
 COMING = {
     "MultiHeadAttnBuilder": "transformer",
-    "RandomLTDBuilder": "random_ltd",
     "StochasticTransformerBuilder": "transformer",
     "TransformerBuilder": "transformer",
 }

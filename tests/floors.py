@@ -7,7 +7,7 @@ PYTHON_LAYERS = (  # each may import itself and what stands before its row
     ("ops",),
     ("optim", "io"),
     ("quantization",),
-    ("offload", "moe"),
+    ("offload", "moe", "random_ltd"),
     ("zero", "inference", "environment"),
     ("config",),
     ("engine", "report", "examples", "interfaces"),
@@ -95,6 +95,7 @@ ROOMS = {  # inside of a package, likewise; its __init__ may import all
         ("sending",),
         ("layer", "moe_module"),
     ),
+    "random_ltd": (("scheduler",), ("layer",), ("convert",)),
     "offload/tiers": (
         ("prompt_switches", "records"),
         ("disk_state", "stream"),
@@ -124,7 +125,7 @@ ROOMS = {  # inside of a package, likewise; its __init__ may import all
     "engine": (
         (
             *("compiling", "data", "leaf_modules", "loss_scale", "metrics", "optimizers"),
-            *("processes", "resuming", "stepping"),
+            *("processes", "resuming", "stepping", "token_dropping"),
         ),
         ("monitors", "settings"),
         ("checkpoints", "planning"),
@@ -135,7 +136,7 @@ ROOMS = {  # inside of a package, likewise; its __init__ may import all
     "config": (
         ("batch_sizes", "kinds"),
         ("block", "reading", "refusals"),
-        ("precision",),
+        ("data_efficiency", "precision"),
         ("tree",),
         ("walk",),
         ("classes", "config", "page"),
@@ -238,6 +239,11 @@ ROOMS = {  # inside of a package, likewise; its __init__ may import all
         ("dequantize", "quantize_packed"),
         ("fake_quantize",),
         ("ds_quantizer",),
+    ),
+    "ops/random_ltd": (
+        ("mask_gather", "self_checks", "token_gather", "token_sort"),
+        ("token_scatter",),
+        ("dropping_utils",),
     ),
     "ops/softmax_and_loss": (("cross_entropy", "softmax"),),
     "op_builder": (

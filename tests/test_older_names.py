@@ -24,19 +24,26 @@ OLDER: dict[str, tuple[str, ...]] = {
     "FusedOptimBuilder": tuple(
         f"multi_tensor_{name}" for name in ("scale", "sgd", "adam", "lamb", "l2norm")
     ),
-    "InferenceBuilder": ("einsum_sec_sm_ecm", "moe_res_matmul"),
+    "InferenceBuilder": (
+        *("einsum_sec_sm_ecm", "moe_res_matmul", "qkv_gemm_fp16", "mlp_gemm_fp32", "layer_norm"),
+        *("softmax_context_bf16", "vector_matmul_fp16", "linear_layer_fp16", "bias_geglu"),
+        *("residual_add_bias_fp16", "fused_gemm_gelu_fp16", "apply_rotary_pos_emb"),
+        *("release_workspace", "retake_workspace", "pad_transform_fp16", "bias_gelu_fp32"),
+    ),
     "LayerNormBuilder": ("forward_affine", "backward_affine"),
     "MOEBuilder": ("MoeCombine", "MoeDispatch", "moe_cumsum"),
     "QuantizerBuilder": ("ds_quantizer",),
+    "RandomLTDBuilder": (
+        *("token_sort_", "token_gather", "token_scatter_", "mask_gather_bert", "mask_gather_gpt"),
+    ),
     "ScaledMaskedSoftmaxBuilder": ("forward", "backward", "get_batch_per_block"),
     "ScaledUpperTrainglemaskedSoftmaxBuilder": ("forward", "backward"),
     "SparseAttnBuilder": ("block_sparse_attention",),
-    "SpatialInferenceBuilder": ("nhwc_bias_add",),
+    "SpatialInferenceBuilder": (*("nhwc_bias_add", "nhwc_bias_add_add", "nhwc_bias_add_bias_add"),),
     "UtilsBuilder": ("flatten", "unflatten"),
 }
 COMING = {
     "MultiHeadAttnBuilder": "transformer",
-    "RandomLTDBuilder": "random_ltd",
     "StochasticTransformerBuilder": "transformer",
     "TransformerBuilder": "transformer",
 }

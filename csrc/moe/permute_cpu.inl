@@ -1,4 +1,5 @@
 // The loops of permute and unpermute over one token.
+#include "common/simd/copy_row.inl"
 #include "common/simd/row_sums.inl"
 
 inline float number_at(const Rows& numbers, int64_t i) {
@@ -7,27 +8,15 @@ inline float number_at(const Rows& numbers, int64_t i) {
   return values[0];
 }
 
-// As floats that are not looked at: the bits stay what they are.
-inline void copy_past_cache(const void* source, void* target, int64_t bytes) {
-  const int64_t floats = bytes / int64_t(sizeof(float));  // whole lines
-  for_each_vector(0, floats, [&](int64_t i, int count) {
-    const Vec values = Vec::load(static_cast<const float*>(source) + i, count);
-    values.store(static_cast<float*>(target) + i, count, true);
-  });
-}
-
 inline void permute_tokens(const Permute& call, int64_t begin, int64_t end) {
   const int64_t bytes = call.length * bytes_of(call.x.dtype), k = call.slots.k;
   const bool past_cache = go_past_cache(call.out, call.slots.rows, call.length);
   for (int64_t token = begin; token < end; ++token) {
     const void* source = bytes_of_row(call.x, token);
-    const bool as_floats = past_cache && reinterpret_cast<uintptr_t>(source) % sizeof(float) == 0;
     for (int64_t j = token * k; j < (token + 1) * k; ++j) {
       const int64_t place = call.slots.places[j];
       if (!call.slots.is_row(place)) continue;
-      void* const target = bytes_of_row(call.out, place);
-      as_floats ? copy_past_cache(source, target, bytes)
-                : void(memcpy(target, source, size_t(bytes)));
+      copy_row(source, bytes_of_row(call.out, place), bytes, past_cache);
     }
   }
   end_past_cache();

@@ -7,6 +7,7 @@
 
 #include "common/cuda/check.h"
 #include "common/cuda/rows.cuh"
+#include "common/cuda/words.cuh"
 
 namespace dsx {
 
@@ -38,15 +39,6 @@ struct Places {
     }
   }
 };
-
-template <class Word>
-__device__ void store_streamed(Word* target, const Word& word) {
-  if constexpr (sizeof(Word) == 2) {
-    *target = word;
-  } else {
-    __stcs(target, word);
-  }
-}
 
 // Zeros in the rows that are nobody's: block number `block` of kClearers.
 template <class Word>
@@ -98,7 +90,7 @@ __global__ void __launch_bounds__(kMostThreads)
 #pragma unroll
       for (int v = 0; v < kWords; ++v) {
         const int64_t i = first + v * blockDim.x;
-        if (i < parts.words) store_streamed(target + i, words[v]);
+        if (i < parts.words) cuda::store_streamed(target + i, words[v]);
       }
     }
   }
@@ -268,13 +260,7 @@ void permute_cuda(const Permute& call, void* stream) {
   const uint64_t bits = uint64_t(reinterpret_cast<uintptr_t>(call.x.data)) |
                         uint64_t(reinterpret_cast<uintptr_t>(call.out.data)) |
                         uint64_t(call.x.pitch | call.x.group_pitch | call.length) * bytes;
-  if (bits % sizeof(uint4) == 0) {
-    launch_permute<uint4>(call, stream);
-  } else if (bits % sizeof(uint32_t) == 0) {
-    launch_permute<uint32_t>(call, stream);
-  } else {
-    launch_permute<uint16_t>(call, stream);
-  }
+  cuda::with_word<uint16_t>(bits, [&](auto word) { launch_permute<decltype(word)>(call, stream); });
   cuda::check(cudaGetLastError(), op);
 }
 

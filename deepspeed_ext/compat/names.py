@@ -17,6 +17,9 @@ _LEAVES = {
     " set_z3_leaf_modules set_z3_leaf_modules_by_name set_z3_leaf_modules_by_suffix"
     " unset_z3_leaf_modules z3_leaf_module",
 }
+_DROPPED = {
+    "deepspeed_ext.ops": "GatherTokens ScatterTokens bert_sample_tokens gpt_sample_tokens",
+}
 _LOGS = {f"{_C}.conveniences": "log_dist logger"}
 _OFFLOAD = "DeepSpeedZeroOffloadOptimizerConfig DeepSpeedZeroOffloadParamConfig"
 _ZERO = {f"{_C}.zero": ALL}
@@ -53,11 +56,25 @@ HERE: Mapping[str, Mapping[str, str]] = {
     "ops.lamb": {"deepspeed_ext.optim": "FusedLamb"},
     "ops.lion": {"deepspeed_ext.optim": "DeepSpeedCPULion FusedLion"},
     "ops.op_builder": {"deepspeed_ext.op_builder": ALL},
+    "ops.random_ltd": _DROPPED,
+    "ops.random_ltd.dropping_utils": _DROPPED,
     "runtime": {},
     "runtime.activation_checkpointing": {},
     "runtime.activation_checkpointing.checkpointing": _ACTIVATIONS,
     "runtime.base_optimizer": {f"{_C}.engine": "DeepSpeedOptimizer"},
     "runtime.config": {f"{_C}.starting": "DeepSpeedConfig DeepSpeedConfigError"},
+    "runtime.data_pipeline": {},
+    "runtime.data_pipeline.data_routing": {},
+    "runtime.data_pipeline.data_routing.basic_layer": {
+        "deepspeed_ext.random_ltd": "RandomLayerTokenDrop"
+    },
+    "runtime.data_pipeline.data_routing.helper": {
+        "deepspeed_ext.random_ltd": "convert_to_random_ltd remove_random_ltd_state_dict"
+        " save_without_random_ltd"
+    },
+    "runtime.data_pipeline.data_routing.scheduler": {
+        "deepspeed_ext.random_ltd": "RandomLTDScheduler"
+    },
     "runtime.dataloader": {f"{_C}.conveniences": "RepeatingLoader"},
     "runtime.engine": {f"{_C}.engine": "DeepSpeedEngine"},
     "runtime.lr_schedules": {
@@ -124,7 +141,6 @@ MODULES_NOT_HERE: Mapping[str, str] = {
     "pipe": _PIPELINE,
     "profiling": "use torch.utils.flop_counter",
     "profiling.flops_profiler": "use torch.utils.flop_counter",
-    "runtime.data_pipeline": "choose the samples in your loader",
     "runtime.data_pipeline.curriculum_scheduler": "choose the samples in your loader",
     "runtime.hybrid_engine": _GENERATION,
     "runtime.pipe": _PIPELINE,
@@ -151,6 +167,7 @@ NAMES_NOT_HERE: Mapping[str, str] = {
     "moe.utils": "optimizers need not know of experts: they are parts of plain parameters",
     "replace_transformer_layer": _GENERATION,
     "revert_transformer_layer": _GENERATION,
+    "runtime.data_pipeline": "choose the samples in your loader",
     "runtime.zero.offload_config.OffloadStateTypeEnum": "use offload_optimizer",
     "tp_model_init": _TENSOR,
     "utils.groups": "use torch.distributed.device_mesh",

@@ -177,6 +177,7 @@ class Examined:
                 " bf16.bf16_master_weights_and_grads, expected one of them, as gradients are added"
                 " up in bfloat16 then"
             )
+        problems += self._of_random_ltd(config)
         zero = config.zero_optimization
         streamed = refusals.STREAMED
         if streamed.asks(zero.offload_param.device):
@@ -189,6 +190,21 @@ class Examined:
             else:
                 self.found.warnings.append(f"config: {path} acts nowhere: it is for stage 3")
         return problems
+
+    def _of_random_ltd(self, config: Config) -> list[str]:
+        """Return what a config lacks whose layers are to drop tokens."""
+        efficiency = config.data_efficiency
+        block = efficiency.data_routing.random_ltd
+        outer = (efficiency, efficiency.data_routing)
+        problems = [
+            f"config: {each.place}enabled is false beside {block.place}enabled true, expected true"
+            for each in outer
+            if block.enabled and not each.enabled
+        ]
+        return problems + [
+            f"config: {path} is missing, expected a value beside enabled true"
+            for path in block.missing()
+        ]
 
     def _as_read(self, config: Config) -> dict[str, Any]:
         """Return what was given with the numbers and flags that were read."""

@@ -195,6 +195,16 @@ def _texts(value: object) -> list[str]:
     return [*dict.fromkeys(map(_text, given))]
 
 
+def _numbers(value: object) -> tuple[int, ...]:
+    """Return whole numbers, each once."""
+    if not isinstance(value, list | tuple):
+        raise TypeError(type(value))
+    read = [whole(0).convert(each) for each in value]
+    if len({*read}) < len(read):
+        raise ValueError(value)
+    return tuple(int(str(each)) for each in read)
+
+
 _DTYPES = {
     **dict.fromkeys(("fp32", "float32"), "float32"),
     **dict.fromkeys(("fp16", "float16"), "float16"),
@@ -216,6 +226,7 @@ SIZE = Reader("a number, 0 or more", _size)  # others compute fractions; none of
 TEXT = Reader("a text that is not empty", _text)
 TEXTS = Reader("a list of texts that are not empty", _texts)
 ANY_TEXT = Reader("a text", lambda value: _text(value) if value != "" else "")
+NUMBERS = Reader("a list of different whole numbers, 0 or more", _numbers)
 DTYPE = Reader('"fp32", "fp16" or "bf16"', _dtype)
 ANYTHING = Reader("anything", lambda value: value)
 

@@ -140,8 +140,12 @@ REFUSALS = (
     _block("eigenvalue", "it serves quantization while training, which is not here"),
     _block("progressive_layer_drop", "drop layers in the model's forward"),
     _block("curriculum_learning", _DATA),
-    Refusal("data_efficiency", _has_any_on, "enabled false", _DATA),
-    Refusal("random_ltd", _has_any_on, "enabled false", "drop tokens in the model's forward"),
+    Refusal("data_efficiency.data_sampling", _has_any_on, "enabled false", _DATA),
+    _block(
+        "data_efficiency.data_routing.random_ltd.layer_token_lr_schedule",
+        "use a schedule of rates, as DeepSpeed has none of tokens either",
+    ),
+    Refusal("random_ltd", _has_any_on, "enabled false", "put it into data_efficiency.data_routing"),
     Refusal(
         "compression_training",
         _has_any_on,

@@ -7,6 +7,7 @@ import math
 from typing import Annotated, Any, ClassVar
 
 from deepspeed_ext.config.block import Block
+from deepspeed_ext.config.data_efficiency import DataEfficiency
 from deepspeed_ext.config.kinds import (
     ANY_TEXT,
     ANYTHING,
@@ -404,6 +405,7 @@ class Root(Block):
     tensorboard: Annotated[Tensorboard, does("metrics in TensorBoard")] = Tensorboard()
     csv_monitor: Annotated[CsvMonitor, does("metrics in files")] = CsvMonitor()
     wandb: Annotated[Wandb, does("metrics in Weights & Biases")] = Wandb()
+    data_efficiency: Annotated[DataEfficiency, does("fewer tokens")] = DataEfficiency()
 
     zero_allow_untested_optimizer: Annotated[bool, FLAG, so_anyway(_ANY_OPTIMIZER)] = False
     zero_force_ds_cpu_optimizer: Annotated[bool, FLAG, so_anyway(_ANY_OPTIMIZER)] = True

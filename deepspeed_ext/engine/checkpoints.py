@@ -26,6 +26,7 @@ from deepspeed_ext.zero.loading import checkpoint_of
 from deepspeed_ext.zero.whole_weights import WholeWeights, in_first_process
 
 _log = logging.getLogger("deepspeed_ext")
+_DROPPED = "random_ltd"  # what DeepSpeed calls the state of its scheduler in a checkpoint
 _FLAG = "stage3_gather_16bit_weights_on_model_save"
 
 
@@ -35,6 +36,7 @@ class Checkpoints(Settings):
     module: nn.Module
     optimizer: torch.optim.Optimizer | None
     lr_scheduler: Any
+    random_ltd_scheduler: Any
     global_steps: int
     _stepping: Stepping | None
 
@@ -60,6 +62,9 @@ class Checkpoints(Settings):
             RuntimeError: it is called between micro-steps.
         """
         self._end_unused()
+        parts = self._parts()
+        if self.random_ltd_scheduler is not None:
+            parts[_DROPPED] = self.random_ltd_scheduler
         zero.save(
             save_dir,
             f"global_step{self.global_steps}" if tag is None else str(tag),
@@ -69,7 +74,7 @@ class Checkpoints(Settings):
             names_latest=save_latest,
             engine={name: getattr(self, name) for name in COUNTERS},
             client=dict(client_state or {}),
-            **self._parts(),
+            **parts,
         )
 
     def load_checkpoint(
@@ -130,6 +135,12 @@ class Checkpoints(Settings):
             **parts,
         )
         counters, client = told(found)
+        if self.random_ltd_scheduler is not None and not load_module_only:
+            state = client.pop(_DROPPED, None)
+            if state is None:
+                _log.warning("%s: %s has no state of random_ltd, whose counts begin", op, path)
+            else:
+                self.random_ltd_scheduler.load_state_dict(state)
         if not load_module_only:
             for counter, count in counted(counters, self._sizes).items():
                 setattr(self, counter, count)

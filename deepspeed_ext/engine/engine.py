@@ -21,6 +21,7 @@ from deepspeed_ext.engine.monitors import Reports
 from deepspeed_ext.engine.processes import leave_group
 from deepspeed_ext.engine.stepping import Stepping, scaler_of
 from deepspeed_ext.offload import OffloadOptimizer
+from deepspeed_ext.random_ltd import RandomLTDScheduler
 from deepspeed_ext.torch_internals.modules import is_compiled_in_place
 from deepspeed_ext.zero.sharding import sharding_of
 
@@ -59,6 +60,8 @@ class Engine(Checkpoints):
         optimizer: that steps its shards, or None.
         lr_scheduler: of the optimizer, or None.
         training_dataloader: of initialize's training_data, or None.
+        random_ltd_scheduler: says how many tokens layers keep, of a config with random_ltd, or
+            None.
         config: the config as a dict.
         device: where weights are.
         global_steps: steps that were taken or skipped.
@@ -84,6 +87,7 @@ class Engine(Checkpoints):
         self.optimizer = optimizer
         self.lr_scheduler = lr_scheduler
         self.training_dataloader: Any = None
+        self.random_ltd_scheduler: RandomLTDScheduler | None = None
         self.config = config.as_dict()
         on_cuda = mesh.device_type == "cuda"
         self.device = torch.device(mesh.device_type, torch.cuda.current_device() if on_cuda else 0)
@@ -186,6 +190,8 @@ class Engine(Checkpoints):
             self._now.phases = self._phases_of(self.global_steps + 1)
         self._accumulation.begin(self.is_gradient_accumulation_boundary())
         if self.module.training:
+            if self.random_ltd_scheduler is not None:
+                self.random_ltd_scheduler.update_seq(self.global_steps)
             self._metrics.add_batch(args, kwargs)
         with self._measured("forward"):
             output = self.module(*args, **kwargs)

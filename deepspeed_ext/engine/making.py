@@ -112,6 +112,8 @@ def initialize(
         made = plan.optimizer()
         scheduler = plan.scheduler(made)
         engine = Engine(model, made, scheduler, read, plan.sizes, mesh, is_in_group, reports)
+        engine.random_ltd_scheduler = plan.dropping.scheduler
+        plan.dropping.begin()
         if read.dump_state and dist.get_rank() == 0:
             _log.info("%s: %s", _OP, described(engine))
         if read.compile.compiles:

@@ -17,6 +17,7 @@ from deepspeed_ext.engine.leaf_modules import leaf_modules_of
 from deepspeed_ext.engine.monitors import check_packages
 from deepspeed_ext.engine.optimizers import Renamed, check_given, placed
 from deepspeed_ext.engine.stepping import scaler_of
+from deepspeed_ext.engine.token_dropping import TokenDropping
 from deepspeed_ext.zero.kinds_of_parameters import is_sharded
 from deepspeed_ext.zero.shared_experts import experts_of
 
@@ -61,6 +62,7 @@ class Plan:
         self._given, self._scheduler, self._config = optimizer, scheduler, config
         self.sizes: BatchSizes = config.batch_sizes(mesh.size())
         check_packages(config)
+        self.dropping = TokenDropping(model, config, self.sizes)
         self.leaves = leaf_modules_of(model, config)
         self.compile_kwargs = dict(thawed(config.compile.kwargs))
         if config.compile.compiles:

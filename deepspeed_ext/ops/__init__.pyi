@@ -192,6 +192,31 @@ from deepspeed_ext.ops.quantization.repack_weight import (
     repack_weight_ as repack_weight_,
     repack_weight_ref_ as repack_weight_ref_,
 )
+from deepspeed_ext.ops.random_ltd.dropping_utils import (
+    GatherTokens as GatherTokens,
+    ScatterTokens as ScatterTokens,
+    bert_sample_tokens as bert_sample_tokens,
+    gpt_sample_tokens as gpt_sample_tokens,
+)
+from deepspeed_ext.ops.random_ltd.mask_gather import (
+    mask_gather_bert as mask_gather_bert,
+    mask_gather_bert_ref as mask_gather_bert_ref,
+    mask_gather_gpt as mask_gather_gpt,
+)
+from deepspeed_ext.ops.random_ltd.token_gather import (
+    token_gather as token_gather,
+    token_gather_ref as token_gather_ref,
+)
+from deepspeed_ext.ops.random_ltd.token_scatter import (
+    token_scatter as token_scatter,
+    token_scatter_ as token_scatter_,
+    token_scatter_ref as token_scatter_ref,
+    token_scatter_ref_ as token_scatter_ref_,
+)
+from deepspeed_ext.ops.random_ltd.token_sort import (
+    token_sort_ as token_sort_,
+    token_sort_ref_ as token_sort_ref_,
+)
 from deepspeed_ext.ops.replay import (
     Recorded as Recorded,
     record as record,

@@ -43,15 +43,6 @@ OWNED = {
         {"compression_training": {"layer_reduction": {"enabled": True, "keep_number_layer": 6}}},
         "compression_training",
     ),
-    "random-LTD": _refused(
-        {
-            "data_efficiency": {
-                "enabled": True,
-                "data_routing": {"enabled": True, "random_ltd": {"enabled": True}},
-            }
-        },
-        "data_efficiency",
-    ),
     "optimizer on NVMe": _refused(
         {
             "zero_optimization": {
@@ -86,4 +77,48 @@ OWNED = {
         "zero_optimization.zero_quantized_weights",
     ),
 }
-SAMPLES = PLAIN | ZERO | OWNED
+_LTD = {
+    "enabled": True,
+    "total_layer_num": 24,
+    "random_ltd_layer_num": 2,
+    "random_ltd_layer_id": [1, 2],
+    "model_mask_name": "attention_mask",
+    "model_type": "decoder",
+    "hidden_state_order": "seq_batch_dim",
+    "random_ltd_schedule": {
+        "min_value": 128,
+        "max_value": 2048,
+        "schedule_type": "fixed_linear",
+        "schedule_config": {"require_steps": 200000, "seq_per_step": 16},
+    },
+}
+_AT = "data_efficiency.data_routing.random_ltd"
+TOKENS = {
+    "random-LTD": Sample(
+        {
+            "train_batch_size": 8,
+            "data_efficiency": {
+                "enabled": True,
+                "seed": 1234,
+                "data_routing": {"enabled": True, "random_ltd": _LTD},
+            },
+        },
+        {
+            "train_batch_size": 8,
+            "data_efficiency.enabled": True,
+            "data_efficiency.data_routing.enabled": True,
+            f"{_AT}.enabled": True,
+            f"{_AT}.total_layer_num": 24,
+            f"{_AT}.random_ltd_layer_num": 2,
+            f"{_AT}.random_ltd_layer_id": (1, 2),
+            f"{_AT}.model_mask_name": "attention_mask",
+            f"{_AT}.hidden_state_order": "seq_batch_dim",
+            f"{_AT}.random_ltd_schedule.min_value": 128,
+            f"{_AT}.random_ltd_schedule.max_value": 2048,
+            f"{_AT}.random_ltd_schedule.schedule_config.require_steps": 200000,
+            f"{_AT}.random_ltd_schedule.schedule_config.seq_per_step": 16,
+        },
+        warned=("data_efficiency.seed", f"{_AT}.model_type"),
+    ),
+}
+SAMPLES = PLAIN | ZERO | OWNED | TOKENS

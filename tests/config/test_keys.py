@@ -57,7 +57,8 @@ def values_of(info):
         return True, {"enabled": True}, "x"
     if DTYPE in info.metadata:
         return "fp32", "float32"
-    return ("Fail",) if info.default == "Warn" else (1, 7)
+    others = {"Warn": ("Fail",), "decoder": ("encoder",)}
+    return others.get(info.default, (1, 7))
 
 
 @pytest.mark.parametrize(("path", "key", "info"), INERT)

@@ -57,6 +57,10 @@ PROGRAMS = {  # with the sources that each is linked with; an op library stands 
     "rope": [ISA, "attention/cache/rope_cpu.cpp"],
     "block_sparse": [ISA, "attention/sparse/block_sparse_cpu.cpp"],
     "moe": [ISA, "moe/route_cpu.cpp", "moe/assign_cpu.cpp", "moe/permute_cpu.cpp"],
+    "random_ltd": [
+        ISA,
+        *(f"random_ltd/{name}_cpu.cpp" for name in ("tokens", "token_sort", "mask_gather")),
+    ],
     "skinny_linear": [ISA, "linear/skinny_linear_cpu.cpp"],
     "quantized_linear_w4": [ISA, "cpu_quantized_linear_w4"],
     "quantized_linear_w8": [ISA, "cpu_quantized_linear_w8"],

@@ -173,6 +173,8 @@ WITHOUT_CASE = {
     *(f"deepspeed_ext::grouped_linear{end}" for end in ("", ".few", "_backward")),
     *(f"deepspeed_ext::block_sparse_attention{end}" for end in ("", "_backward")),
     "deepspeed_ext::grouped_quantized_products",
+    *(f"deepspeed_ext::token_{op}" for op in ("gather", "gather_backward", "scatter")),
+    "deepspeed_ext::mask_gather_bert",
     "deepspeed_ext::skinny_linear",
     "deepspeed_ext::skinny_linear_norm",
     *(

@@ -23,6 +23,7 @@ import test_quantize_packed
 import test_quantized_linear_contract
 import test_repack_weight
 import test_skinny_linear_contract
+import test_tokens_contract
 import torch
 import warm_python
 from functional_cases import CASES, FORMULAS, Case, call_of
@@ -48,6 +49,7 @@ MODULES = (  # with digests of their own, for ops that take more than a case has
     test_moe_contract,
     test_grouped_few_rows,
     test_skinny_linear_contract,
+    test_tokens_contract,
     test_quantized_linear_contract,
     test_norms_around,
     test_quantize_contract,

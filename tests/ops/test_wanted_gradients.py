@@ -130,8 +130,19 @@ def experts() -> None:
         (out.sum() + loss).backward()
 
 
+def dropping() -> None:
+    """Call what takes some tokens out, and back."""
+    x, part, ids = torch.randn(2, 5, 8), torch.randn(2, 3, 8), torch.tensor([[4, 1, 0], [2, 3, 1]])
+    kept = ops.token_sort_(ids.int(), 5)
+    ops.token_scatter_(x, part, kept)
+    ops.mask_gather_bert(torch.randn(2, 1, 5, 5), kept[None])
+    leaf = torch.randn(2, 5, 8, requires_grad=True)
+    ops.token_scatter(leaf, ops.token_gather(leaf, kept), kept).sum().backward()
+
+
 def make_all() -> None:
     """Call all of these."""
+    dropping()
     others()
     sparse()
     experts()
