@@ -234,6 +234,14 @@ ROWS: tuple[StepOp | FunctionalOp, ...] = (
         benchmark="activation",
     ),
     FunctionalOp(
+        "dropout",
+        modules=("elementwise.bias_dropout_residual", "elementwise.dropout_activation"),
+        kernels="elementwise",
+        bits="same",
+        sanitizer="activations",
+        benchmark="dropout",
+    ),
+    FunctionalOp(
         "rope",
         modules=("attention.rope",),
         kernels=("attention/cache/rope",),

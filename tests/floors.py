@@ -215,7 +215,12 @@ ROOMS = {  # inside of a package, likewise; its __init__ may import all
         ("decode_attention", "rope_append", "self_checks"),
         ("append_and_attend", "prefill_attention"),
     ),
-    "ops/elementwise": (("bias_activation", "gated_activation", "nhwc_bias_add"),),
+    "ops/elementwise": (
+        (
+            *("bias_activation", "bias_dropout_residual", "dropout_activation"),
+            *("gated_activation", "nhwc_bias_add"),
+        ),
+    ),
     "ops/linear": (
         ("few_rows", "norms_around", "self_checks"),
         ("grouped_products", "grouped_rows", "linear_ops"),

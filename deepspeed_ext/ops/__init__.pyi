@@ -40,6 +40,14 @@ from deepspeed_ext.ops.elementwise.bias_activation import (
     bias_activation as bias_activation,
     bias_activation_ref as bias_activation_ref,
 )
+from deepspeed_ext.ops.elementwise.bias_dropout_residual import (
+    bias_dropout_residual as bias_dropout_residual,
+    bias_dropout_residual_ref as bias_dropout_residual_ref,
+)
+from deepspeed_ext.ops.elementwise.dropout_activation import (
+    dropout_activation as dropout_activation,
+    dropout_activation_ref as dropout_activation_ref,
+)
 from deepspeed_ext.ops.elementwise.gated_activation import (
     gated_activation as gated_activation,
     gated_activation_ref as gated_activation_ref,
