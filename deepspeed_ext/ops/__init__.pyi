@@ -212,6 +212,23 @@ from deepspeed_ext.ops.softmax_and_loss.softmax import (
     softmax as softmax,
     softmax_ref as softmax_ref,
 )
+from deepspeed_ext.ops.transformer.attention import (
+    dropout_attention as dropout_attention,
+    dropout_attention_ref as dropout_attention_ref,
+)
+from deepspeed_ext.ops.transformer.config import (
+    DeepSpeedTransformerConfig as DeepSpeedTransformerConfig,
+)
+from deepspeed_ext.ops.transformer.layer import (
+    DeepSpeedTransformerLayer as DeepSpeedTransformerLayer,
+)
+from deepspeed_ext.ops.transformer.multi_head_attention import (
+    MultiHeadAttention as MultiHeadAttention,
+)
+from deepspeed_ext.ops.transformer.scale_mask_softmax import (
+    AttnMaskType as AttnMaskType,
+    FusedScaleMaskSoftmax as FusedScaleMaskSoftmax,
+)
 
 __all__: list[str]
 __compatible_ops__: dict[str, bool]
