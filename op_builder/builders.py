@@ -12,15 +12,13 @@ _IRREGULAR = {
     "transformer_inference": "InferenceBuilder",
     "layernorm": "LayerNormBuilder",
     "moe": "MOEBuilder",
+    "multihead_attention": "MultiHeadAttnBuilder",
     "scaled_upper_triangle_masked_softmax": "ScaledUpperTrainglemaskedSoftmaxBuilder",  # theirs
 }
 # Builders of older libraries that are not here yet, by the op that each comes with.
 COMING = {
-    "MultiHeadAttnBuilder": "transformer",
     "RandomLTDBuilder": "random_ltd",
     "SparseAttnBuilder": "sparse_attn",
-    "StochasticTransformerBuilder": "transformer",
-    "TransformerBuilder": "transformer",
 }
 # Those that do not come, and what does their work.
 INSTEAD = {

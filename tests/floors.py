@@ -245,6 +245,10 @@ ROOMS = {  # inside of a package, likewise; its __init__ may import all
         ("ds_quantizer",),
     ),
     "ops/softmax_and_loss": (("cross_entropy", "softmax"),),
+    "ops/transformer": (
+        ("attention", "config", "layer_norm", "saving", "scale_mask_softmax"),
+        ("layer", "multi_head_attention"),
+    ),
     "op_builder": (
         ("errors", "log", "pipes", "spec", "trust"),
         ("lock", "registry", "toolchain"),
@@ -287,4 +291,7 @@ NATIVE_FLOORS = {  # what a family stands on, beside itself and common
     "attention/prefill": ("attention/cache", "attention/decode"),
     "linear": ("quantization",),
 }
-FLOORS_OF_OPS = {"linear": ("elementwise", "moe", "quantization")}  # likewise in ops
+FLOORS_OF_OPS = {  # likewise in ops
+    "linear": ("elementwise", "moe", "quantization"),
+    "transformer": ("elementwise", "norm", "softmax_and_loss"),
+}

@@ -26,19 +26,19 @@ OLDER: dict[str, tuple[str, ...]] = {
     ),
     "InferenceBuilder": ("einsum_sec_sm_ecm", "moe_res_matmul"),
     "LayerNormBuilder": ("forward_affine", "backward_affine"),
+    "MultiHeadAttnBuilder": ("MultiHeadAttention",),
     "MOEBuilder": ("MoeCombine", "MoeDispatch", "moe_cumsum"),
     "QuantizerBuilder": ("ds_quantizer",),
     "ScaledMaskedSoftmaxBuilder": ("forward", "backward", "get_batch_per_block"),
     "ScaledUpperTrainglemaskedSoftmaxBuilder": ("forward", "backward"),
     "SpatialInferenceBuilder": ("nhwc_bias_add",),
+    "StochasticTransformerBuilder": ("DeepSpeedTransformerLayer",),
+    "TransformerBuilder": ("DeepSpeedTransformerConfig", "DeepSpeedTransformerLayer"),
     "UtilsBuilder": ("flatten", "unflatten"),
 }
 COMING = {
-    "MultiHeadAttnBuilder": "transformer",
     "RandomLTDBuilder": "random_ltd",
     "SparseAttnBuilder": "sparse_attn",
-    "StochasticTransformerBuilder": "transformer",
-    "TransformerBuilder": "transformer",
 }
 
 

@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from deepspeed_ext.ops._kinds import check_kinds
 from deepspeed_ext.ops._library import check_numbers
 
 _WEYL = 0x9E3779B9  # as in noise.h, like the other numbers here
@@ -24,6 +25,7 @@ def seed_of(
         training: whether anything is dropped.
         seed: int64 of one element, or None.
     """
+    check_kinds(op, x=(x, Tensor))
     if type(p) is not float:
         check_numbers(op, p=p)
         p = float(p)

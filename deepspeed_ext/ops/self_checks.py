@@ -159,6 +159,8 @@ nhwc_bias_add = _Check(
     "nhwc_bias_add",
     _Call(dict(x=_X, bias=_VECTOR, other=_X, other_bias=_VECTOR)),
 )
+
+
 def dropout(device: str) -> None:
     """Try the ops with dropout."""
     _bias_dropout_residual(device)

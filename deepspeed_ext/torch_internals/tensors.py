@@ -115,8 +115,3 @@ def offset_of_part(param: "DTensor") -> Sequence[int]:
         param.shape, param.device_mesh, param.placements
     )
     return offset
-
-
-def is_in_backward() -> bool:
-    """Tell whether this thread works out gradients, in which checkpoints call forwards again."""
-    return bool(torch._C._current_graph_task_id() != -1)

@@ -8,12 +8,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from deepspeed_ext.ops._dropout import kept_ref
-from deepspeed_ext.ops._library import define
+from deepspeed_ext.ops._kinds import check_kinds
+from deepspeed_ext.ops._library import check_numbers, define
 from deepspeed_ext.ops.elementwise.bias_dropout_residual import bias_dropout_residual
 from deepspeed_ext.ops.softmax_and_loss.softmax import softmax, softmax_gradient, softmax_ref
 
 _ELEMENTS = 1 << 21  # of probabilities at a time
-_APART = -0x61C8864680B583EB  # between the seeds of blocks: an odd number, as in noise.h
 
 
 def _blocks(q: Tensor, k: Tensor, mask: Tensor | None) -> Iterator[tuple[slice, Tensor | None]]:
@@ -32,7 +32,8 @@ def _probabilities(q: Tensor, k: Tensor, mask: Tensor | None, scale: float) -> T
 
 
 def _seed_at(seed: Tensor, first: int) -> Tensor:
-    return seed + first * _APART
+    """Return the seed of a block; masks of neighbouring seeds have nothing in common."""
+    return seed + first
 
 
 def _forward(
@@ -141,12 +142,16 @@ def dropout_attention(
     Returns:
         The shape and dtype of q.
     """
+    check_kinds("dropout_attention", q=(q, Tensor), k=(k, Tensor), v=(v, Tensor))
+    if type(p) is not float:
+        check_numbers("dropout_attention", p=p)
+        p = float(p)
     if mask is not None and mask.is_floating_point():
         mask = mask.to(q.dtype)
     if q.device.type == "cuda" or p == 0 or seed is None:
         rate = p if q.device.type == "cuda" else 0.0
         return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=rate)
-    out: Tensor = _op(q, k, v, mask, seed, p=float(p), scale=float(q.shape[-1] ** -0.5))
+    out: Tensor = _op(q, k, v, mask, seed, p=p, scale=float(q.shape[-1] ** -0.5))
     return out
 
 

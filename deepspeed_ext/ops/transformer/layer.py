@@ -14,7 +14,7 @@ from deepspeed_ext.ops.norm.layer_norm import layer_norm
 from deepspeed_ext.ops.transformer.attention import dropout_attention
 from deepspeed_ext.ops.transformer.config import DeepSpeedTransformerConfig, check_config
 from deepspeed_ext.ops.transformer.saving import ActivatedLinear, InvertibleNorm
-from deepspeed_ext.torch_internals.tensors import is_in_backward
+from deepspeed_ext.torch_internals.dispatch import is_in_backward
 
 Seeds = tuple[Tensor | None, Tensor | None, Tensor | None]
 

@@ -22,8 +22,7 @@ class MultiHeadAttention(nn.Module):
         max_seq_len: likewise of lengths.
         dropout: of probabilities and of the output.
         norm_first: the norm comes before the attention, not behind the sum.
-        fp16: the dtype of what is returned: float16 if True and the parameters are of it, else that
-            of the parameters. Parameters start as float32, as theirs do.
+        fp16: not heeded: the block computes in the dtype of its parameters, and returns that.
         pg: None; parallel over tensors is not here.
 
     Attributes:

@@ -3,7 +3,6 @@
 import enum
 from collections.abc import Callable
 
-import torch
 from torch import Tensor, nn
 
 from deepspeed_ext.ops.softmax_and_loss.softmax import (
