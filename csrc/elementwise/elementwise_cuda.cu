@@ -122,7 +122,8 @@ constexpr int kBiased = count_biased<Rule>();
 template <class Rule, class T>
 constexpr int blocks_of() {
   if (kBiased<Rule> == 0) return 0;
-  if (kBiased<Rule> > 1) return 3;  // with fewer registers it would spill
+  if (kBiased<Rule> > 1) return 3;   // with fewer registers it would spill
+  if (kKeptOf<Rule> >= 0) return 4;  // likewise, for the bits of a mask
   if (std::is_same_v<T, float> && Rule::kIn == 1) return 6;
   return Rule::kIn > 1 && std::is_same_v<T, Any> ? 4 : 5;
 }

@@ -146,8 +146,9 @@ def dropout_attention(
     if type(p) is not float:
         check_numbers("dropout_attention", p=p)
         p = float(p)
-    if mask is not None and mask.is_floating_point():
-        mask = mask.to(q.dtype)
+    if mask is not None:
+        mask = mask.view(1, -1) if mask.dim() < 2 else mask  # torch wants rows
+        mask = mask.to(q.dtype) if mask.is_floating_point() else mask
     if q.device.type == "cuda" or p == 0 or seed is None:
         rate = p if q.device.type == "cuda" else 0.0
         return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=rate)

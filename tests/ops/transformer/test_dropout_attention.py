@@ -92,7 +92,9 @@ def test_opcheck_and_compile() -> None:
 
 def test_what_has_no_gradient_is_refused() -> None:
     mask = torch.zeros(9, requires_grad=True)
-    with pytest.raises(RuntimeError, match="^dropout_attention: mask requires a gradient, expecte"):
+    with pytest.raises(
+        RuntimeError, match=r"^dropout_attention: mask requires a gradient, expecte"
+    ):
         dropout_attention(*heads(), mask, p=0.3, seed=SEED)
-    with pytest.raises(TypeError, match="^dropout_attention: q is None, expected a tensor$"):
+    with pytest.raises(TypeError, match=r"^dropout_attention: q is None, expected a tensor$"):
         dropout_attention(None, *heads()[1:], p=0.3)  # type: ignore[arg-type]
