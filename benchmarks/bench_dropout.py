@@ -1,4 +1,4 @@
-"""Dropout with a bias and a residual, or behind an activation: `python -m benchmarks.bench_dropout`.
+"""Dropout with bias and residual, or of an activation: `python -m benchmarks.bench_dropout`.
 
 Each call draws a seed, as training does. Torch's rivals draw in their own ways.
 """

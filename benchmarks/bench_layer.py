@@ -63,8 +63,8 @@ def products(x: Tensor, hidden: int) -> Callable[[], object]:
     def run() -> None:
         for weight, given, grad in made:
             F.linear(given, weight)
-            grad @ weight  # noqa: B018
-            grad.t() @ given  # noqa: B018
+            grad @ weight
+            grad.t() @ given
 
     return run
 

@@ -140,6 +140,7 @@ CASES = {
         lambda n: [(n,)],
         fixed_for_all=_seed,
         by_place=True,
+        twice=True,  # of the residual, whose gradient is that of the result
     ),
     "bias_dropout_residual of x": Case(
         lambda x, seed: bias_dropout_residual(x, p=0.3, seed=seed),
@@ -151,6 +152,7 @@ CASES = {
         lambda x, residual, bias: bias_dropout_residual(x, bias, residual, 0),
         lambda n: [(n,), (n,)],
         lambda n: [(n,)],
+        twice=True,
     ),
     "dropout_activation": Case(
         partial(_dropped_activation, activation="gelu"),
