@@ -163,16 +163,16 @@ nhwc_bias_add = _Check(
 
 def dropout(device: str) -> None:
     """Try the ops with dropout."""
-    _bias_dropout_residual(device)
-    _dropout_activation(device)
+    bias_dropout_residual(device)
+    dropout_activation(device)
 
 
 _DROPPED = dict(p=0.3)
-_bias_dropout_residual = _Check(
+bias_dropout_residual = _Check(
     "bias_dropout_residual",
     _Call(dict(x=_X, bias=_VECTOR, residual=_X), _DROPPED, lambda: dict(seed=torch.tensor([7]))),
 )
-_dropout_activation = _Check(
+dropout_activation = _Check(
     "dropout_activation",
     *(
         _Call(

@@ -13,7 +13,7 @@ from deepspeed_ext.ops.elementwise.bias_dropout_residual import bias_dropout_res
 from deepspeed_ext.ops.norm.layer_norm import layer_norm
 from deepspeed_ext.ops.transformer.attention import dropout_attention
 from deepspeed_ext.ops.transformer.config import DeepSpeedTransformerConfig, check_config
-from deepspeed_ext.ops.transformer.saving import ActivatedLinear, InvertibleNorm
+from deepspeed_ext.ops.transformer.saving import activated_linear, invertible_norm
 from deepspeed_ext.torch_internals.dispatch import is_in_backward
 
 Seeds = tuple[Tensor | None, Tensor | None, Tensor | None]
@@ -195,7 +195,7 @@ class DeepSpeedTransformerLayer(nn.Module):
     def _feed_forward(self, x: Tensor, residual: Tensor, seeds: Seeds) -> Tensor:
         product = F.linear(x, self.inter_w)
         if self.config.gelu_checkpoint:
-            out: Tensor = ActivatedLinear.apply(product, self.inter_b, self.output_w)
+            out = activated_linear(product, self.inter_b, self.output_w)
         else:
             activated = bias_activation(product, self.inter_b, activation="gelu_tanh")
             out = F.linear(activated, self.output_w)
@@ -208,8 +208,7 @@ class DeepSpeedTransformerLayer(nn.Module):
     def _norm(self, x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
         eps = float(self.config.layer_norm_eps)
         if self.config.normalize_invertible and torch.is_grad_enabled():
-            out: Tensor = InvertibleNorm.apply(x, weight, bias, eps)
-            return out
+            return invertible_norm(x, weight, bias, eps)
         return layer_norm(x, weight, bias, eps=eps)
 
     def _seeds(self, device: torch.device) -> Seeds:
