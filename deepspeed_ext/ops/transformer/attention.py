@@ -58,7 +58,7 @@ def _gradients(
     p: float,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    grad_q = _empty_like_heads(q)
+    grad_q = torch.empty_like(q)
     grad_k, grad_v = (torch.zeros_like(t, dtype=torch.float32) for t in (k, v))
     for rows, of_rows in _blocks(q, k, mask):
         some, grad = q[..., rows, :], grad_out[..., rows, :]
@@ -98,7 +98,7 @@ _backward_op = define(
     " -> (Tensor grad_q, Tensor grad_k, Tensor grad_v)",
     _BACKWARD_KERNELS,
     fake=lambda grad_out, q, k, v, mask, seed, **options: (
-        _empty_like_heads(q),
+        torch.empty_like(q),
         torch.empty_like(k),
         torch.empty_like(v),
     ),
