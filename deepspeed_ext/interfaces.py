@@ -26,6 +26,9 @@ _INSTEAD = {
     "fused_lars": "deepspeed_ext.optim.Lars",
     "quantizer": "deepspeed_ext.ops.ds_quantizer",
     "transformer_inference": "deepspeed_ext.inference.KVCache",
+    "multihead_attention": "deepspeed_ext.ops.MultiHeadAttention",
+    "stochastic_transformer": "deepspeed_ext.ops.DeepSpeedTransformerLayer",
+    "transformer": "deepspeed_ext.ops.DeepSpeedTransformerLayer",
     "cpu_l2_norm": "deepspeed_ext.ops.clip_grad_norm_",
     "fused_l2_norm": "deepspeed_ext.ops.clip_grad_norm_",
     "async_io": "deepspeed_ext.io.AsyncIO",
@@ -47,6 +50,10 @@ _OF_INFERENCE = (
 
 # What older libraries call in a module of this name, and where it is.
 _FUSED_OPTIM = "deepspeed_ext.compat.fused_optim"
+_TRANSFORMER = "deepspeed_ext.ops.transformer"
+_LAYER = {
+    name: _TRANSFORMER for name in ("DeepSpeedTransformerConfig", "DeepSpeedTransformerLayer")
+}
 _OLDER = {
     "cpu_adam": {"CPUAdamOptimizer": _FUSED_OPTIM},
     "fused_adam": {"multi_tensor_adam": _FUSED_OPTIM},
@@ -60,6 +67,7 @@ _OLDER = {
         name: "deepspeed_ext.compat.moe_functions"
         for name in ("MoeCombine", "MoeDispatch", "moe_cumsum")
     },
+    "multihead_attention": {"MultiHeadAttention": _TRANSFORMER},
     "scaled_masked_softmax": {
         name: "deepspeed_ext.compat.scaled_masked_softmax"
         for name in ("backward", "forward", "get_batch_per_block")
@@ -71,6 +79,8 @@ _OLDER = {
     "spatial_inference": {
         name: "deepspeed_ext.ops.older" for name in ("nhwc_bias_add_add", "nhwc_bias_add_bias_add")
     },
+    "stochastic_transformer": _LAYER,
+    "transformer": _LAYER,
     "transformer_inference": {
         **dict.fromkeys(_OF_INFERENCE, "deepspeed_ext.ops.older"),
         **dict.fromkeys(

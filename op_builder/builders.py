@@ -12,15 +12,10 @@ _IRREGULAR = {
     "transformer_inference": "InferenceBuilder",
     "layernorm": "LayerNormBuilder",
     "moe": "MOEBuilder",
+    "multihead_attention": "MultiHeadAttnBuilder",
     "scaled_upper_triangle_masked_softmax": "ScaledUpperTrainglemaskedSoftmaxBuilder",  # theirs
 }
-# Builders of older libraries that are not here yet, by the op that each comes with.
-COMING = {
-    "MultiHeadAttnBuilder": "transformer",
-    "StochasticTransformerBuilder": "transformer",
-    "TransformerBuilder": "transformer",
-}
-# Those that do not come, and what does their work.
+# Builders of older libraries that do not come, and what does their work.
 INSTEAD = {
     "CCLCommBuilder": "torch.distributed",
     "DeepCompileBuilder": "torch.compile",
@@ -86,8 +81,6 @@ def __getattr__(name: str) -> type[OpBuilder]:
     if name in BUILDERS:
         return BUILDERS[name]
     text = f"module {__name__!r} has no attribute {name!r}"
-    if name in COMING:
-        text += f"; it comes with the op {COMING[name]}, which is not there yet"
     if name in INSTEAD:
         text += f", as its ops are not here; use {INSTEAD[name]}"
     raise AttributeError(text)

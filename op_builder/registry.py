@@ -234,6 +234,14 @@ ROWS: tuple[StepOp | FunctionalOp, ...] = (
         benchmark="activation",
     ),
     FunctionalOp(
+        "dropout",
+        modules=("elementwise.bias_dropout_residual", "elementwise.dropout_activation"),
+        kernels="elementwise",
+        bits="same",
+        sanitizer="activations",
+        benchmark="dropout",
+    ),
+    FunctionalOp(
         "rope",
         modules=("attention.rope",),
         kernels=("attention/cache/rope",),
@@ -371,6 +379,9 @@ OPS: tuple[OpSpec, ...] = (
 # What two rows were called before: builders, DS_BUILD_<OP>, ds_report and `load` know them still.
 EARLIER_NAMES = {"cpu_norm": "cpu_l2_norm", "fused_norm": "fused_l2_norm"}
 
+# Of a whole layer, of which there is one: no kernel is faster where it may be less exact.
+_LAYER = ("fused_dropout", "fused_bias_activation", "fused_layer_norm")
+
 # One name, that older libraries have, for rows on CUDA. Without it `is_compatible` of these
 # builders is False, as theirs is; the rows of the CPU have builders of their own. What utils has is
 # plain torch, and needs no row.
@@ -387,6 +398,9 @@ GROUPS: dict[str, tuple[str, ...]] = {
     "scaled_masked_softmax": ("fused_softmax",),
     "scaled_upper_triangle_masked_softmax": ("fused_softmax",),
     "spatial_inference": ("fused_nhwc_bias_add",),
+    "transformer": _LAYER,
+    "stochastic_transformer": _LAYER,
+    "multihead_attention": ("fused_dropout", "fused_layer_norm"),
     "moe": ("fused_moe",),
     "sparse_attn": ("cpu_sparse_attn",),
     "random_ltd": ("fused_random_ltd",),

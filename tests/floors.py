@@ -216,7 +216,12 @@ ROOMS = {  # inside of a package, likewise; its __init__ may import all
         ("block_sparse_attention", "decode_attention", "rope_append", "self_checks"),
         ("append_and_attend", "prefill_attention"),
     ),
-    "ops/elementwise": (("bias_activation", "gated_activation", "nhwc_bias_add"),),
+    "ops/elementwise": (
+        (
+            *("bias_activation", "bias_dropout_residual", "dropout_activation"),
+            *("gated_activation", "nhwc_bias_add"),
+        ),
+    ),
     "ops/linear": (
         ("few_rows", "norms_around", "self_checks"),
         ("grouped_products", "grouped_rows", "linear_ops"),
@@ -246,6 +251,10 @@ ROOMS = {  # inside of a package, likewise; its __init__ may import all
         ("dropping_utils",),
     ),
     "ops/softmax_and_loss": (("cross_entropy", "softmax"),),
+    "ops/transformer": (
+        ("attention", "config", "layer_norm", "saving", "scale_mask_softmax"),
+        ("layer", "multi_head_attention"),
+    ),
     "op_builder": (
         ("errors", "log", "pipes", "spec", "trust"),
         ("lock", "registry", "toolchain"),
@@ -289,4 +298,7 @@ NATIVE_FLOORS = {  # what a family stands on, beside itself and common
     "attention/sparse": ("attention/cache",),
     "linear": ("quantization",),
 }
-FLOORS_OF_OPS = {"linear": ("elementwise", "moe", "quantization")}  # likewise in ops
+FLOORS_OF_OPS = {  # likewise in ops
+    "linear": ("elementwise", "moe", "quantization"),
+    "transformer": ("elementwise", "norm", "softmax_and_loss"),
+}

@@ -9,6 +9,7 @@
 #include <concepts>
 
 #include "common/activation.h"
+#include "common/dropout.h"
 #include "common/rows.h"
 #include "common/simd/isa.h"
 
@@ -27,6 +28,21 @@ template <class Rule>
 DSX_HOST_DEVICE constexpr bool is_optional(int i) {
   if constexpr (requires { Rule::is_optional(i); }) return Rule::is_optional(i);
   return false;
+}
+
+// Which input is no tensor but the mask of rule.dropout, 1 where an element is kept, else 0; a rule
+// with dropout has kKept. Its rows stay absent.
+template <class Rule>
+constexpr int kept_of() {
+  if constexpr (requires { Rule::kKept; }) return Rule::kKept;
+  return -1;
+}
+template <class Rule>
+constexpr int kKeptOf = kept_of<Rule>();
+template <class Rule>
+DSX_HOST_DEVICE inline DropoutMask mask_of(const Rule& rule) {
+  if constexpr (kept_of<Rule>() >= 0) return DropoutMask(rule.dropout);
+  return {};
 }
 
 // Whether sums of the outputs over rows are never wanted, sometimes beside the outputs, or always

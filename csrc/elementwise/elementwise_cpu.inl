@@ -1,5 +1,7 @@
 // The loops of elementwise ops over a range of elements, and over tiles of a group of rows.
 #include "common/activation_math.inl"
+#include "common/noise_math.inl"
+#include "common/dropout_math.inl"
 #include "common/simd/add_partials.inl"
 #include "elementwise/elementwise_math.inl"
 #include "elementwise/float_blocks.inl"
@@ -18,8 +20,9 @@ template <class Rule>
 struct Storage {
   bool is_bfloat16 = true;  // all of it
   bool past_cache[Rule::kOut];
+  DropoutMask mask;
 
-  explicit Storage(const Elementwise<Rule>& call) {
+  explicit Storage(const Elementwise<Rule>& call) : mask(mask_of(call.rule)) {
     for (const Rows& each : call.in) look_at(each);
     for (const Rows& each : call.bias) look_at(each);
     for (int k = 0; k < Rule::kOut; ++k) {
@@ -41,6 +44,36 @@ DSX_INLINE const T* read_or_zeros(const Rows& rows, int64_t row, int64_t i, int 
                                   Block& block) {
   if (is_optional && !rows.is_present()) return reinterpret_cast<const T*>(kZeros);
   return read_block<T>(rows.row<Any>(row) + i, count, block);
+}
+
+// `count` elements of a mask, from number `first` on, as 1 or 0, in whole registers.
+template <class T>
+inline const T* kept_block(const DropoutMask& mask, int64_t first, int count, Block& block) {
+  T* const kept = reinterpret_cast<T*>(block.floats);
+  const int64_t end = ceil_div(count, Register::size) * Register::size;
+  for (int64_t k = 0; k < end;) {
+    const int64_t left = (int64_t(1) << 32) - uint32_t(first + k);
+    const int lanes = int(left < Vec::size ? left : Vec::size);
+    Ints is_kept(1u);
+    if (mask.noise.on) {
+      const Ints bits = unrelated_bits(noise_at(mask.noise, first + k), Ints::from(0));
+      const Ints last(mask.last_dropped);
+      is_kept = min(max(bits, last) - last, Ints(1u));
+    }
+    float_of((Ints(0u) - is_kept) & bits_of(Vec(1.0f))).store(kept + k, lanes);
+    k += lanes;
+  }
+  return kept;
+}
+
+template <class T, class Rule, int input>
+DSX_INLINE const T* input_block(const Elementwise<Rule>& call, const Storage<Rule>& storage,
+                                int64_t row, int64_t i, int count, Block& block) {
+  if constexpr (input == kKeptOf<Rule>) {
+    return kept_block<T>(storage.mask, row * call.length + i, count, block);
+  } else {
+    return read_or_zeros<T, dsx::is_optional<Rule>(input)>(call.in[input], row, i, count, block);
+  }
 }
 
 template <class T>
@@ -67,8 +100,7 @@ inline void do_block(const Elementwise<Rule>& call, int64_t row, int64_t i, int 
                      std::index_sequence<ins...>, std::index_sequence<outs...>) {
   constexpr int kIn = Rule::kIn, kOut = Rule::kOut;
   Block blocks[kIn + kOut], bias_blocks[kIn];
-  const T* const in[] = {
-      read_or_zeros<T, dsx::is_optional<Rule>(ins)>(call.in[ins], row, i, count, blocks[ins])...};
+  const T* const in[] = {input_block<T, Rule, ins>(call, storage, row, i, count, blocks[ins])...};
   const T* bias[kIn];
   for (int k = 0; k < kIn; ++k) {
     const bool has_bias = Rule::is_biased(k) && call.bias[k].is_present();

@@ -11,6 +11,8 @@
 namespace dsx {
 
 #include "common/activation_math.inl"
+#include "common/noise_math.inl"
+#include "common/dropout_math.inl"
 #include "elementwise/elementwise_math.inl"
 #include DSX_FORMULA
 
@@ -24,6 +26,25 @@ using cuda::kWarp;
 using cuda::Vector;
 using cuda::VectorIndex;
 
+// kCount elements of a mask, from number `first` on, as 1 or 0.
+template <int kCount>
+__device__ inline Floats<kCount> kept_at(const DropoutMask& mask, int64_t first) {
+  if (!mask.noise.on) return Floats<kCount>(1.0f);
+  const Noise noise = noise_at(mask.noise, first);
+  uint32_t bits[kCount];
+  if (uint32_t(first) <= UINT32_MAX - kCount) {
+#pragma unroll
+    for (int k = 0; k < kCount; ++k) bits[k] = unrelated_bits(noise, uint32_t(k));
+  } else {
+#pragma unroll
+    for (int k = 0; k < kCount; ++k) bits[k] = unrelated_bits(noise_at(mask.noise, first + k), 0u);
+  }
+  Floats<kCount> kept;
+#pragma unroll
+  for (int k = 0; k < kCount; ++k) kept.lanes[k] = bits[k] > mask.last_dropped ? 1.0f : 0.0f;
+  return kept;
+}
+
 // What a thread has of all inputs, of one vector: as they lie, or as floats with a bias.
 template <class Rule, class T>
 struct Inputs {
@@ -33,7 +54,7 @@ struct Inputs {
   __device__ void fetch(const Elementwise<Rule>& call, const VectorIndex& at, bool aligned) {
 #pragma unroll
     for (int i = 0; i < Rule::kIn; ++i) {
-      if (is_optional<Rule>(i) && !call.in[i].is_present()) {
+      if (i == kKeptOf<Rule> || (is_optional<Rule>(i) && !call.in[i].is_present())) {
         stored[i] = {};
       } else {
         stored[i] = cuda::fetch_at<T>(call.in[i], at, aligned);
@@ -52,12 +73,15 @@ struct Inputs {
   }
 
   template <class Option>
-  __device__ void evaluate(const Elementwise<Rule>& call, Option option,
-                           Floats<kCount<T>> (&out)[Rule::kOut]) const {
+  __device__ void evaluate(const Elementwise<Rule>& call, Option option, const VectorIndex& at,
+                           const DropoutMask& mask, Floats<kCount<T>> (&out)[Rule::kOut]) const {
     Floats<kCount<T>> in[Rule::kIn];
 #pragma unroll
     for (int i = 0; i < Rule::kIn; ++i) {
       in[i] = Rule::is_biased(i) ? biased[i] : floats_of(stored[i]);
+    }
+    if constexpr (kKeptOf<Rule> >= 0) {
+      in[kKeptOf<Rule>] = kept_at<kCount<T>>(mask, at.row * call.length + at.i);
     }
     formula(call.rule, option, in, out);
   }
@@ -98,7 +122,8 @@ constexpr int kBiased = count_biased<Rule>();
 template <class Rule, class T>
 constexpr int blocks_of() {
   if (kBiased<Rule> == 0) return 0;
-  if (kBiased<Rule> > 1) return 3;  // with fewer registers it would spill
+  if (kBiased<Rule> > 1) return 3;   // with fewer registers it would spill
+  if (kKeptOf<Rule> >= 0) return 4;  // likewise, for the bits of a mask
   if (std::is_same_v<T, float> && Rule::kIn == 1) return 6;
   return Rule::kIn > 1 && std::is_same_v<T, Any> ? 4 : 5;
 }
@@ -111,6 +136,7 @@ __global__ void __launch_bounds__(kThreads, (kBlocks<Rule, T>))
                     bool bias_aligned) {
   VectorIndex indices[kVectors];
   Inputs<Rule, T> inputs[kVectors];
+  const DropoutMask mask = mask_of(call.rule);
 #pragma unroll
   for (int k = 0; k < kVectors; ++k) {
     const VectorIndex& at = indices[k] = cuda::index_of_vector<T>(call.rows, call.length, k);
@@ -131,7 +157,7 @@ __global__ void __launch_bounds__(kThreads, (kBlocks<Rule, T>))
     for (int k = 0; k < kVectors; ++k) {
       if (indices[k].count == 0) continue;
       Floats<kCount<T>> out[Rule::kOut];
-      inputs[k].evaluate(call, option, out);
+      inputs[k].evaluate(call, option, indices[k], mask, out);
       put_all<Rule, T>(call, indices[k], aligned, out);
     }
   });
@@ -154,6 +180,7 @@ __global__ void __launch_bounds__(kThreads)
     groups_kernel(const __grid_constant__ Elementwise<Rule> call, int rows_of_warp, bool aligned,
                   bool bias_aligned) {
   constexpr int kColumns = kWarp * kCount<T>;  // of a block
+  const DropoutMask mask = mask_of(call.rule);
   const int64_t strips = ceil_div(call.length, kColumns);
   const int64_t group = blockIdx.x / strips, first_column = blockIdx.x % strips * kColumns;
   const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
@@ -183,7 +210,7 @@ __global__ void __launch_bounds__(kThreads)
         if (!is_there(k)) continue;
         Floats<kCount<T>> out[Rule::kOut];
         inputs[k].add(call, bias);
-        inputs[k].evaluate(call, option, out);
+        inputs[k].evaluate(call, option, index(k), mask, out);
         if (kHasOut<Rule>) put_all<Rule, T>(call, index(k), aligned, out);
 #pragma unroll
         for (int o = 0; o < Rule::kOut; ++o) sums[o] = sums[o] + out[o];

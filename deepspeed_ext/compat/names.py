@@ -23,6 +23,7 @@ _DROPPED = {
 _LOGS = {f"{_C}.conveniences": "log_dist logger"}
 _OFFLOAD = "DeepSpeedZeroOffloadOptimizerConfig DeepSpeedZeroOffloadParamConfig"
 _ZERO = {f"{_C}.zero": ALL}
+_LAYER = "DeepSpeedTransformerConfig DeepSpeedTransformerLayer"
 _ACTIVATIONS = {f"{_C}.activations": ALL}
 
 # By the module of DeepSpeed's, '' for deepspeed itself: the names that it has, by where they are.
@@ -30,6 +31,7 @@ HERE: Mapping[str, Mapping[str, str]] = {
     "": {
         "deepspeed_ext": "init_inference",
         "deepspeed_ext.inference": "InferenceEngine",
+        "deepspeed_ext.ops": _LAYER,
         f"{_C}.starting": "DeepSpeedConfig DeepSpeedConfigError add_config_arguments initialize",
         f"{_C}.conveniences": "OnDevice log_dist logger",
         f"{_C}.devices": "get_accelerator",
@@ -58,6 +60,8 @@ HERE: Mapping[str, Mapping[str, str]] = {
     "ops.op_builder": {"deepspeed_ext.op_builder": ALL},
     "ops.random_ltd": _DROPPED,
     "ops.random_ltd.dropping_utils": _DROPPED,
+    "ops.transformer": {"deepspeed_ext.ops": _LAYER},
+    "ops.transformer.transformer": {"deepspeed_ext.ops": _LAYER},
     "runtime": {},
     "runtime.activation_checkpointing": {},
     "runtime.activation_checkpointing.checkpointing": _ACTIVATIONS,
@@ -122,7 +126,6 @@ _PIPELINE = "cut the model by torch.distributed.pipelining, and give initialize 
 _TENSOR = "use torch.distributed.tensor.parallel"
 _SEQUENCE = "use torch.distributed.tensor.experimental.context_parallel"
 _EXPERTS = "use deepspeed_ext.moe.MoE, or the ops moe_route, moe_permute and moe_unpermute"
-_LAYERS = "use the model's own layers, or the ops of deepspeed_ext.ops"
 _GENERATION = "use deepspeed_ext.init_inference"
 
 # What to use in place of these modules, which can be imported, and of all that is in them.
@@ -136,7 +139,6 @@ MODULES_NOT_HERE: Mapping[str, str] = {
     "moe.mappings": _EXPERTS,
     "moe.sharded_moe": _EXPERTS,
     "ops.sparse_attention": "use torch.nn.attention.flex_attention",
-    "ops.transformer": _LAYERS,
     "ops.transformer.inference": _GENERATION,
     "pipe": _PIPELINE,
     "profiling": "use torch.utils.flop_counter",
@@ -157,8 +159,6 @@ MODULES_NOT_HERE: Mapping[str, str] = {
 # What to use in place of these names, and of others in these modules.
 NAMES_NOT_HERE: Mapping[str, str] = {
     "DeepSpeedHybridEngine": _GENERATION,
-    "DeepSpeedTransformerConfig": _LAYERS,
-    "DeepSpeedTransformerLayer": _LAYERS,
     "PipelineEngine": _PIPELINE,
     "PipelineModule": _PIPELINE,
     "add_tuning_arguments": "put the schedule into the config",

@@ -44,6 +44,14 @@ from deepspeed_ext.ops.elementwise.bias_activation import (
     bias_activation as bias_activation,
     bias_activation_ref as bias_activation_ref,
 )
+from deepspeed_ext.ops.elementwise.bias_dropout_residual import (
+    bias_dropout_residual as bias_dropout_residual,
+    bias_dropout_residual_ref as bias_dropout_residual_ref,
+)
+from deepspeed_ext.ops.elementwise.dropout_activation import (
+    dropout_activation as dropout_activation,
+    dropout_activation_ref as dropout_activation_ref,
+)
 from deepspeed_ext.ops.elementwise.gated_activation import (
     gated_activation as gated_activation,
     gated_activation_ref as gated_activation_ref,
@@ -232,6 +240,23 @@ from deepspeed_ext.ops.softmax_and_loss.softmax import (
     scaled_upper_triang_masked_softmax_ref as scaled_upper_triang_masked_softmax_ref,
     softmax as softmax,
     softmax_ref as softmax_ref,
+)
+from deepspeed_ext.ops.transformer.attention import (
+    dropout_attention as dropout_attention,
+    dropout_attention_ref as dropout_attention_ref,
+)
+from deepspeed_ext.ops.transformer.config import (
+    DeepSpeedTransformerConfig as DeepSpeedTransformerConfig,
+)
+from deepspeed_ext.ops.transformer.layer import (
+    DeepSpeedTransformerLayer as DeepSpeedTransformerLayer,
+)
+from deepspeed_ext.ops.transformer.multi_head_attention import (
+    MultiHeadAttention as MultiHeadAttention,
+)
+from deepspeed_ext.ops.transformer.scale_mask_softmax import (
+    AttnMaskType as AttnMaskType,
+    FusedScaleMaskSoftmax as FusedScaleMaskSoftmax,
 )
 
 __all__: list[str]

@@ -168,6 +168,30 @@ nhwc_bias_add = _Check(
     "nhwc_bias_add",
     _Call(dict(x=_X, bias=_VECTOR, other=_X, other_bias=_VECTOR)),
 )
+
+
+def dropout(device: str) -> None:
+    """Try the ops with dropout."""
+    bias_dropout_residual(device)
+    dropout_activation(device)
+
+
+_DROPPED = dict(p=0.3)
+bias_dropout_residual = _Check(
+    "bias_dropout_residual",
+    _Call(dict(x=_X, bias=_VECTOR, residual=_X), _DROPPED, lambda: dict(seed=torch.tensor([7]))),
+)
+dropout_activation = _Check(
+    "dropout_activation",
+    *(
+        _Call(
+            dict(x=_X, bias=_VECTOR),
+            dict(activation=name, **_DROPPED),
+            lambda: dict(seed=torch.tensor([7])),
+        )
+        for name in NAMES
+    ),
+)
 rope = _Check(
     "rope",
     *(

@@ -10,6 +10,8 @@
 #undef DSX_RULES  // for a library, which has those of one op
 #include "elementwise/gated_activation.h"
 #undef DSX_RULES
+#include "elementwise/dropout.h"
+#undef DSX_RULES
 #include "elementwise/nhwc_bias_add.h"
 #include "expect.h"
 
@@ -48,12 +50,27 @@ double slope_of(Activation activation, double x) {
   return (value_of(activation, x + 1e-5) - value_of(activation, x - 1e-5)) / 2e-5;
 }
 
+constexpr int64_t kSeed = 0x123456789abcdef;
+
+// By the formula of dropout_math.inl, in whole numbers of its own.
+bool is_kept(int64_t element) {
+  uint64_t key = kSeed;
+  key = (key ^ (key >> 30)) * 0xbf58476d1ce4e5b9;
+  key = (key ^ (key >> 27)) * 0x94d049bb133111eb;
+  key ^= key >> 31;
+  uint32_t bits = uint32_t(element) * 0x9e3779b9u + uint32_t(key);
+  bits = (bits ^ (bits >> 16) ^ uint32_t(key >> 32) ^ uint32_t(element >> 32) * 0x9e3779b9u) *
+         0x85ebca6bu;
+  return (bits ^ (bits >> 15)) * 0xc2b2ae35u >= 1u << 30;
+}
+
 struct Case {
   Activation activation;
   int64_t n;
   Storage x, bias, grad;                                          // inputs; x is the gate too
   Storage out, grad_x, grad_bias, gated, grad_gate, grad_up, up;  // results, and an input
   Storage sum, grads;                                             // of nhwc_bias_add
+  Storage dropped, grad_dropped, active, grad_active;             // of dropout
   std::vector<float> partials;
 
   Case(Activation which, Dtype of, Dtype others, int64_t length)
@@ -71,6 +88,10 @@ struct Case {
         up(others, kRows * n, 9),
         sum(of, kRows * n, 10),
         grads(others, n, 11),
+        dropped(others, kRows * n, 12),
+        grad_dropped(of, kRows * n, 13),
+        active(of, kRows * n, 14),
+        grad_active(of, kRows * n, 15),
         partials(size_t(3 * n)) {}
 
   void run(Isa isa, int64_t cut) {
@@ -114,12 +135,37 @@ struct Case {
     elementwise_tiles_cpu(isa, sums, 0, 2);
     elementwise_tiles_cpu(isa, sums, 2, 3);
     dsx::add_groups_cpu<dsx::NhwcBiasAddBackward>(isa, partials.data(), 3, n, 0, n, grads.rows(0));
+    drop(isa, cut);
+  }
+
+  void drop(Isa isa, int64_t cut) {
+    using dsx::Elementwise;
+    const int64_t all = kRows * n;
+    const dsx::Dropout dropout = dsx::make_dropout(0.25, &kSeed);
+    const auto run_all = [&](const auto& call) {
+      elementwise_cpu(isa, call, 0, cut);
+      elementwise_cpu(isa, call, cut, all);
+    };
+    run_all(Elementwise<dsx::BiasDropoutResidual>{
+        kRows, n, {dropout}, {x.rows(n), {}, up.rows(n)}, {bias.rows(0)}, {dropped.rows(n)}, {}});
+    run_all(Elementwise<dsx::BiasDropoutResidualBackward>{
+        kRows, n, {dropout}, {grad.rows(n)}, {}, {grad_dropped.rows(n)}, {}});
+    run_all(Elementwise<dsx::DropoutActivation>{
+        kRows, n, {activation, dropout}, {x.rows(n)}, {bias.rows(0)}, {active.rows(n)}, {}});
+    const Elementwise<dsx::DropoutActivationBackward> back{kRows,
+                                                           n,
+                                                           {activation, dropout},
+                                                           {grad.rows(n), x.rows(n)},
+                                                           {{}, bias.rows(0)},
+                                                           {grad_active.rows(n)},
+                                                           {{partials.data(), n, Dtype::float32}}};
+    elementwise_tiles_cpu(isa, back, 0, 3);
   }
 
   std::vector<float> results() const {
     std::vector<float> found;
-    for (const Storage* s :
-         {&out, &grad_x, &grad_bias, &gated, &grad_gate, &grad_up, &sum, &grads}) {
+    for (const Storage* s : {&out, &grad_x, &grad_bias, &gated, &grad_gate, &grad_up, &sum, &grads,
+                             &dropped, &grad_dropped, &active, &grad_active}) {
       for (int64_t i = 0; i < s->count; ++i) found.push_back(s->elements[i]);
     }
     return found;
@@ -149,6 +195,11 @@ struct Case {
       compare("grad_up", grad_up, i, g * value_of(activation, a), 16);
       compare("sum", sum, i, a + u + 2 * b, 12);
       sums[size_t(i % n)] += g;
+      const double scale = is_kept(i) / 0.75;
+      compare("dropped", dropped, i, (a + b) * scale + u, 12);
+      compare("grad_dropped", grad_dropped, i, g * scale, 4);
+      compare("active", active, i, value_of(activation, a + b) * scale, 12);
+      compare("grad_active", grad_active, i, g * slope_of(activation, a + b) * scale, 12);
     }
     for (int64_t i = 0; i < n; ++i) {
       compare("grad_bias", grad_bias, i, bias_grads[size_t(i)], 4 * kRows);
@@ -171,9 +222,33 @@ void test(Activation activation, Dtype of, Dtype others, int64_t n) {
   }
 }
 
+// Rows around element number 2^32, all of which lie in the same memory.
+void test_many_elements() {
+  Elements out(Dtype::bfloat16, 600);
+  const int64_t row = ((int64_t(1) << 32) - 300) / 600, begin = row * 600;
+  dsx::BFloat16 one{0x3f80};
+  std::vector<dsx::BFloat16> ones(600, one);
+  const dsx::Rows x{ones.data(), 0, Dtype::bfloat16};
+  const dsx::Rows target{out.address(), 0, Dtype::bfloat16};
+  const dsx::Elementwise<dsx::BiasDropoutResidual> call{
+      row + 2, 600, {dsx::make_dropout(0.25, &kSeed)}, {x}, {}, {target}, {}};
+  for (Isa isa : {Isa::scalar, Isa::baseline, Isa::avx2, Isa::avx512}) {
+    if (isa > dsx::current_isa()) break;
+    for (int64_t first : {begin, begin + 600}) {
+      elementwise_cpu(isa, call, first, first + 77);
+      elementwise_cpu(isa, call, first + 77, first + 600);
+      for (int64_t i = 0; i < 600; ++i) {
+        expect((out[i] != 0) == is_kept(first + i), "%s: element %ld", name_of(isa),
+               long(first + i));
+      }
+    }
+  }
+}
+
 }  // namespace
 
 int main() {
+  test_many_elements();
   for (int64_t activation = 0; activation < dsx::kActivations; ++activation) {
     for (int64_t n : {1, 16, 33}) {
       for (Dtype dtype : kDtypes) test(Activation(activation), dtype, dtype, n);

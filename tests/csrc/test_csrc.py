@@ -52,7 +52,7 @@ PROGRAMS = {  # with the sources that each is linked with; an op library stands 
     "softmax": [ISA, "softmax/softmax_cpu.cpp", "softmax/cross_entropy_cpu.cpp"],
     "activations": [
         ISA,
-        *("cpu_bias_activation", "cpu_gated_activation", "cpu_nhwc_bias_add"),
+        *("cpu_bias_activation", "cpu_dropout", "cpu_gated_activation", "cpu_nhwc_bias_add"),
     ],
     "rope": [ISA, "attention/cache/rope_cpu.cpp"],
     "block_sparse": [ISA, "attention/sparse/block_sparse_cpu.cpp"],

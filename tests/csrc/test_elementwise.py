@@ -88,6 +88,30 @@ groups NhwcBiasAddBackward Any 44 0
 groups NhwcBiasAddBackward BFloat16 60 0
 groups NhwcBiasAddBackward Half 60 0
 groups NhwcBiasAddBackward f 52 0
+elements BiasDropoutResidual Any 64 0
+elements BiasDropoutResidual f 50 0
+elements BiasDropoutResidual Half 58 0
+elements BiasDropoutResidual BFloat16 54 0
+elements BiasDropoutResidualBackward Any 52 0
+elements BiasDropoutResidualBackward f 44 0
+elements BiasDropoutResidualBackward Half 44 0
+elements BiasDropoutResidualBackward BFloat16 48 0
+groups BiasDropoutResidualBackward Any 56 0
+groups BiasDropoutResidualBackward f 62 0
+groups BiasDropoutResidualBackward Half 72 0
+groups BiasDropoutResidualBackward BFloat16 70 0
+elements DropoutActivation Any 56 0
+elements DropoutActivation f 46 0
+elements DropoutActivation Half 57 0
+elements DropoutActivation BFloat16 57 0
+elements DropoutActivationBackward Any 64 0
+elements DropoutActivationBackward f 52 0
+elements DropoutActivationBackward Half 63 0
+elements DropoutActivationBackward BFloat16 63 0
+groups DropoutActivationBackward Any 80 0
+groups DropoutActivationBackward f 79 0
+groups DropoutActivationBackward Half 113 0
+groups DropoutActivationBackward BFloat16 100 0
 """
 
 

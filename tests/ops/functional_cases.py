@@ -15,7 +15,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from deepspeed_ext.ops import (
     bias_activation,
+    bias_dropout_residual,
     cross_entropy,
+    dropout_activation,
     gated_activation,
     layer_norm,
     nhwc_bias_add,
@@ -41,6 +43,7 @@ class Case:
         fixed_of_rows: given how many rows, n and a device, those without gradients.
         fixed_for_all: the same for all rows.
         twice: whether gradients have gradients.
+        by_place: whether what becomes of an element depends on its number.
     """
 
     function: Callable[..., Any]
@@ -49,6 +52,7 @@ class Case:
     fixed_of_rows: Callable[[int, int, str], Sequence[Tensor]] = lambda rows, n, device: ()
     fixed_for_all: Callable[[int, str], Sequence[Tensor]] = lambda n, device: ()
     twice: bool = False
+    by_place: bool = False
 
 
 def _softmax_of_heads(x: Tensor, mask: Tensor, slopes: Tensor) -> Tensor:
@@ -59,6 +63,14 @@ def _softmax_of_heads(x: Tensor, mask: Tensor, slopes: Tensor) -> Tensor:
 def _halves_gated(both: Tensor) -> Tensor:
     n = both.shape[-1] // 2
     return gated_activation(both[..., :n], both[..., n:])
+
+
+def _dropped_activation(x: Tensor, bias: Tensor, seed: Tensor, activation: str) -> Tensor:
+    return dropout_activation(x, bias, 0.3, activation=activation, seed=seed)
+
+
+def _seed(n: int, device: str) -> list[Tensor]:
+    return [torch.tensor([0x123456789ABCDEF], device=device)]
 
 
 def _chosen(rows: int, *sizes: int, device: str) -> Tensor:
@@ -122,6 +134,39 @@ CASES = {
         twice=True,  # of x and other, whose gradient is that of the result
     ),
     "nhwc_bias_add of x": Case(nhwc_bias_add, lambda n: [(n,)], lambda n: [(n,)], twice=True),
+    "bias_dropout_residual": Case(
+        lambda x, residual, bias, seed: bias_dropout_residual(x, bias, residual, 0.3, seed=seed),
+        lambda n: [(n,), (n,)],
+        lambda n: [(n,)],
+        fixed_for_all=_seed,
+        by_place=True,
+        twice=True,  # of the residual, whose gradient is that of the result
+    ),
+    "bias_dropout_residual of x": Case(
+        lambda x, seed: bias_dropout_residual(x, p=0.3, seed=seed),
+        lambda n: [(n,)],
+        fixed_for_all=_seed,
+        by_place=True,
+    ),
+    "bias_dropout_residual without dropout": Case(
+        lambda x, residual, bias: bias_dropout_residual(x, bias, residual, 0),
+        lambda n: [(n,), (n,)],
+        lambda n: [(n,)],
+        twice=True,
+    ),
+    "dropout_activation": Case(
+        partial(_dropped_activation, activation="gelu"),
+        lambda n: [(n,)],
+        lambda n: [(n,)],
+        fixed_for_all=_seed,
+        by_place=True,
+    ),
+    "dropout_activation without bias": Case(
+        lambda x, seed: dropout_activation(x, p=0.3, activation="gelu_tanh", seed=seed),
+        lambda n: [(n,)],
+        fixed_for_all=_seed,
+        by_place=True,
+    ),
     "rope": Case(rope, lambda n: [(4, n), (2, n)], **_turned),
     "rope of q": Case(
         lambda q, *others: rope(q, None, *others, interleaved=True, scale=0.7),
@@ -158,6 +203,15 @@ FORMULAS = {
         for name in NAMES
     },
     **{
+        f"dropout_activation of {name}": Case(
+            partial(_dropped_activation, activation=name),
+            lambda n: [(n,)],
+            lambda n: [(n,)],
+            fixed_for_all=_seed,
+        )
+        for name in NAMES
+    },
+    **{
         f"gated_activation of {name}": Case(
             partial(gated_activation, activation=name), lambda n: [(n,), (n,)]
         )
@@ -172,6 +226,8 @@ WITHOUT_CASE = {
     *(f"deepspeed_ext::moe_{op}" for op in ("unpermute", "unpermute_backward")),
     *(f"deepspeed_ext::grouped_linear{end}" for end in ("", ".few", "_backward")),
     *(f"deepspeed_ext::block_sparse_attention{end}" for end in ("", "_backward")),
+    "deepspeed_ext::dropout_attention",
+    "deepspeed_ext::dropout_attention_backward",
     "deepspeed_ext::grouped_quantized_products",
     *(f"deepspeed_ext::token_{op}" for op in ("gather", "gather_backward", "scatter")),
     "deepspeed_ext::mask_gather_bert",

@@ -41,6 +41,14 @@ WRONG: dict[str, Callable[[], Any]] = {
     "bias_activation: x is None, expected a tensor": lambda: ops.bias_activation(
         None, X[0], activation="gelu"
     ),
+    "bias_dropout_residual: x is None, expected a tensor": lambda: ops.bias_dropout_residual(None),
+    "bias_dropout_residual: residual is 1.0, expected a tensor or None": lambda: (
+        ops.bias_dropout_residual(X, None, 1.0, 0.5)
+    ),
+    "dropout_activation: x is [1.0], expected a tensor": lambda: ops.dropout_activation([1.0]),
+    "dropout_activation: seed is 3, expected a tensor or None": lambda: ops.dropout_activation(
+        X, seed=3
+    ),
     "rope: positions is None, expected a tensor": lambda: ops.rope(
         HEADS, None, None, ops.rope_frequencies(8)
     ),

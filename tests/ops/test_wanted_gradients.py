@@ -89,6 +89,9 @@ def others() -> None:
     q = torch.randn(3, 2, 16)
     ops.rope_(q, q.clone(), torch.arange(3), torch.ones(8))
     ops.rope(q, None, torch.arange(3), torch.ones(8))
+    of_heads = torch.randn(3, 1, 2, 3, 4).requires_grad_()
+    mask, seed = torch.zeros(3), torch.tensor([3])
+    ops.dropout_attention(*of_heads, mask, p=0.3, seed=seed).sum().backward()
     leaf = torch.randn(3, 16, requires_grad=True)
     loss = ops.cross_entropy(leaf * 1, torch.arange(3), inplace=True)
     loss.backward()
@@ -394,6 +397,9 @@ NUMBERS: dict[str, Callable[..., Any]] = {
     "scaled_masked_softmax scale": lambda n: ops.scaled_masked_softmax(X, None, n),
     "softmax scale through another":
         lambda n: ops.scaled_upper_triang_masked_softmax(X, n),
+    "bias_dropout_residual p": lambda n: ops.bias_dropout_residual(X, p=n),
+    "dropout_activation p": lambda n: ops.dropout_activation(X, p=n),
+    "dropout_attention p": lambda n: ops.dropout_attention(Q, Q, Q, p=n),
     "cross_entropy label_smoothing": lambda n: ops.cross_entropy(X, TARGET, label_smoothing=n),
     "cross_entropy z_loss": lambda n: ops.cross_entropy(X.clone(), TARGET, z_loss=n, inplace=True),
     "rms_norm eps": lambda n: ops.rms_norm(X, eps=n),

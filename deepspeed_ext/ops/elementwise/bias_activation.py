@@ -79,6 +79,17 @@ def bias_activation(x: Tensor, bias: Tensor | None = None, *, activation: str = 
     return out
 
 
+def bias_activation_gradients(
+    grad_out: Tensor, x: Tensor, bias: Tensor, activation: str
+) -> tuple[Tensor, Tensor]:
+    """Return the gradients of x and bias, for who has no graph of autograd's."""
+    number = number_of("bias_activation", activation)
+    grads: tuple[Tensor, Tensor] = _backward_op(
+        grad_out, x, bias, activation=number, needs_grad_bias=True
+    )
+    return grads
+
+
 def bias_activation_ref(
     x: Tensor, bias: Tensor | None = None, *, activation: str = "gelu"
 ) -> Tensor:

@@ -1,0 +1,177 @@
+"""Attention of whole sequences with dropout of probabilities, by torch or in blocks of queries."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from deepspeed_ext.ops._dropout import kept_ref
+from deepspeed_ext.ops._kinds import check_kinds
+from deepspeed_ext.ops._library import check_numbers, define
+from deepspeed_ext.ops.elementwise.bias_dropout_residual import bias_dropout_residual
+from deepspeed_ext.ops.softmax_and_loss.softmax import softmax, softmax_gradient, softmax_ref
+
+_ELEMENTS = 1 << 21  # of probabilities at a time
+
+
+def _blocks(q: Tensor, k: Tensor, mask: Tensor | None) -> Iterator[tuple[slice, Tensor | None]]:
+    """Yield queries, so many at a time as sizes alone say, with what is theirs of a mask."""
+    queries = q.shape[-2]
+    of_query = max(1, q.shape[:-2].numel() * k.shape[-2])
+    count = max(1, _ELEMENTS // of_query)
+    for first in range(0, queries, count):
+        rows = slice(first, min(first + count, queries))
+        is_of_each = mask is not None and mask.dim() > 1 and mask.shape[-2] > 1
+        yield rows, mask[..., rows, :] if mask is not None and is_of_each else mask
+
+
+def _probabilities(q: Tensor, k: Tensor, mask: Tensor | None, scale: float) -> Tensor:
+    return softmax(q @ k.transpose(-2, -1), mask, scale=scale)
+
+
+def _seed_at(seed: Tensor, first: int) -> Tensor:
+    """Return the seed of a block; masks of neighbouring seeds have nothing in common."""
+    return seed + first
+
+
+def _forward(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, seed: Tensor, *, p: float, scale: float
+) -> Tensor:
+    out = _empty_like_heads(q)
+    for rows, of_rows in _blocks(q, k, mask):
+        probabilities = _probabilities(q[..., rows, :], k, of_rows, scale)
+        dropped = bias_dropout_residual(probabilities, p=p, seed=_seed_at(seed, rows.start))
+        out[..., rows, :] = dropped @ v
+    return out
+
+
+def _gradients(
+    grad_out: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    seed: Tensor,
+    *,
+    p: float,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    grad_q = torch.empty_like(q)
+    grad_k, grad_v = (torch.zeros_like(t, dtype=torch.float32) for t in (k, v))
+    for rows, of_rows in _blocks(q, k, mask):
+        some, grad = q[..., rows, :], grad_out[..., rows, :]
+        here = _seed_at(seed, rows.start)
+        probabilities = _probabilities(some, k, of_rows, scale)
+        dropped = bias_dropout_residual(probabilities, p=p, seed=here)
+        grad_v += dropped.transpose(-2, -1) @ grad
+        of_dropped = bias_dropout_residual(grad @ v.transpose(-2, -1), p=p, seed=here)
+        of_scores = softmax_gradient(of_dropped, probabilities, scale, causal=False, offset=None)
+        grad_q[..., rows, :] = of_scores @ k
+        grad_k += of_scores.transpose(-2, -1) @ some
+    return grad_q, grad_k.to(k.dtype), grad_v.to(v.dtype)
+
+
+def _empty_like_heads(q: Tensor) -> Tensor:
+    """Return an empty tensor whose heads of a token are side by side, as those of q may be."""
+    *batch, heads, queries, size = q.shape
+    return q.new_empty(*batch, queries, heads, size).transpose(-3, -2)
+
+
+def _save(
+    ctx: Any, inputs: tuple[Any, ...], keyword_only_inputs: dict[str, Any], output: Tensor
+) -> None:
+    ctx.save_for_backward(*inputs)
+    ctx.options = dict(keyword_only_inputs)
+
+
+def _backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
+    return *_backward_op(grad_out, *ctx.saved_tensors, **ctx.options), None, None
+
+
+_KERNELS = {"cpu": _forward, "cuda": _forward}
+_BACKWARD_KERNELS = {"cpu": _gradients, "cuda": _gradients}
+_OPTIONS = "Tensor? mask, Tensor seed, *, float p, float scale"
+_backward_op = define(
+    f"dropout_attention_backward(Tensor grad_out, Tensor q, Tensor k, Tensor v, {_OPTIONS})"
+    " -> (Tensor grad_q, Tensor grad_k, Tensor grad_v)",
+    _BACKWARD_KERNELS,
+    fake=lambda grad_out, q, k, v, mask, seed, **options: (
+        torch.empty_like(q),
+        torch.empty_like(k),
+        torch.empty_like(v),
+    ),
+)
+_op = define(
+    f"dropout_attention(Tensor q, Tensor k, Tensor v, {_OPTIONS}) -> Tensor",
+    _KERNELS,
+    fake=lambda q, k, v, mask, seed, **options: _empty_like_heads(q),
+    backward=_backward,
+    setup_context=_save,
+    without_gradient=("mask",),
+)
+
+
+def dropout_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None = None,
+    *,
+    p: float,
+    seed: Tensor | None = None,
+) -> Tensor:
+    """Return attention of whole sequences, of whose probabilities some are dropped.
+
+    Scores are scaled by 1 / sqrt(head size). On CUDA, and without a seed, torch's
+    scaled_dot_product_attention does all, with dropout of its own. Torch has no fused form with
+    dropout on the CPU: there blocks of queries take their turns, whose probabilities are worked out
+    again for the gradients, so no array of all scores is ever kept.
+
+    Args:
+        q: (batch, heads, queries, head size), of one dtype with k and v.
+        k: (batch, heads, keys, head size).
+        v: the shape of k.
+        mask: None, or what can be broadcast to the scores: bool, True where a key is seen, or a
+            floating one that is added. Without a gradient on the CPU.
+        p: the part of probabilities that is dropped.
+        seed: as ``bias_dropout_residual`` takes it; None: nothing is dropped on the CPU, and torch
+            draws on CUDA.
+
+    Returns:
+        The shape and dtype of q.
+    """
+    check_kinds("dropout_attention", q=(q, Tensor), k=(k, Tensor), v=(v, Tensor))
+    if type(p) is not float:
+        check_numbers("dropout_attention", p=p)
+        p = float(p)
+    if mask is not None:
+        mask = mask.view(1, -1) if mask.dim() < 2 else mask  # torch wants rows
+        mask = mask.to(q.dtype) if mask.is_floating_point() else mask
+    if q.device.type == "cuda" or p == 0 or seed is None:
+        rate = p if q.device.type == "cuda" else 0.0
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=rate)
+    out: Tensor = _op(q, k, v, mask, seed, p=p, scale=float(q.shape[-1] ** -0.5))
+    return out
+
+
+def dropout_attention_ref(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None = None,
+    *,
+    p: float,
+    seed: Tensor | None = None,
+) -> Tensor:
+    """Do what dropout_attention does on the CPU, in float64 and plain torch, for tests."""
+    scores = q.double() @ k.double().transpose(-2, -1)
+    probabilities = softmax_ref(scores, mask, scale=q.shape[-1] ** -0.5)
+    if seed is not None and p > 0:
+        kept = [
+            kept_ref(_seed_at(seed, rows.start), p, probabilities[..., rows, :])
+            for rows, _ in _blocks(q, k, mask)
+        ]
+        probabilities = probabilities * torch.cat(kept, -2)
+    return probabilities @ v.double()

@@ -1,0 +1,258 @@
+"""A whole layer of a transformer, as DeepSpeed has it: BERT's, with norms before or behind."""
+
+import math
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from deepspeed_ext.ops._dropout import draw_seeds
+from deepspeed_ext.ops.elementwise.bias_activation import bias_activation
+from deepspeed_ext.ops.elementwise.bias_dropout_residual import bias_dropout_residual
+from deepspeed_ext.ops.norm.layer_norm import layer_norm
+from deepspeed_ext.ops.transformer.attention import dropout_attention
+from deepspeed_ext.ops.transformer.config import DeepSpeedTransformerConfig, check_config
+from deepspeed_ext.ops.transformer.saving import activated_linear, invertible_norm
+from deepspeed_ext.torch_internals.dispatch import is_in_backward
+
+Seeds = tuple[Tensor | None, Tensor | None, Tensor | None]
+
+
+class DeepSpeedTransformerLayer(nn.Module):
+    """Attention and a feed-forward part with gelu_tanh, for training.
+
+    Sums, dropout, norms and activation are ops of ours, products and attention torch's. Dtype and
+    device are those of the parameters; any batch and any length of sequences is taken. Nothing is
+    shared between layers.
+
+    With `pre_layer_norm`, norm_w and norm_b come before the attention, attn_nw and attn_nb before
+    the feed-forward part. Without, attn_nw and attn_nb follow the first sum, norm_w and norm_b the
+    second.
+
+    A call draws one seed for each place of dropout, by one call of a generator, and keeps these in
+    place of masks. The masks of outputs are the same on the CPU and on CUDA for the same seed;
+    attention on CUDA drops by torch's own generator.
+
+    Args:
+        config: what the layer is made by; a copy of its values is kept by nobody, so it is not to
+            be changed afterwards.
+        initial_weights: None, or 8 tensors: of q, k, v and the attention's output, its norm, the
+            feed-forward part's two, its norm. They are copied.
+        initial_biases: None, or the same of biases.
+
+    Attributes:
+        attn_qkvw: (3 hidden, hidden), of q, k and v in this order; attn_qkvb.
+        attn_ow: (hidden, hidden); attn_ob.
+        attn_nw: (hidden,); attn_nb.
+        inter_w: (intermediate, hidden); inter_b.
+        output_w: (hidden, intermediate); output_b.
+        norm_w: (hidden,); norm_b.
+
+    Raises:
+        ValueError: a value of the config that is needed is missing or out of its range, or there
+            are not 8 weights or biases.
+    """
+
+    def __init__(
+        self,
+        config: DeepSpeedTransformerConfig,
+        initial_weights: Sequence[Tensor] | None = None,
+        initial_biases: Sequence[Tensor] | None = None,
+    ) -> None:
+        super().__init__()
+        check_config(config)
+        self.config = config
+        hidden, inner = config.hidden_size, config.intermediate_size
+        self.attn_qkvw = nn.Parameter(torch.empty(3 * hidden, hidden))
+        self.attn_qkvb = nn.Parameter(torch.empty(3 * hidden))
+        self.attn_ow = nn.Parameter(torch.empty(hidden, hidden))
+        self.attn_ob = nn.Parameter(torch.empty(hidden))
+        self.attn_nw = nn.Parameter(torch.empty(hidden))
+        self.attn_nb = nn.Parameter(torch.empty(hidden))
+        self.inter_w = nn.Parameter(torch.empty(inner, hidden))
+        self.inter_b = nn.Parameter(torch.empty(inner))
+        self.output_w = nn.Parameter(torch.empty(hidden, inner))
+        self.output_b = nn.Parameter(torch.empty(hidden))
+        self.norm_w = nn.Parameter(torch.empty(hidden))
+        self.norm_b = nn.Parameter(torch.empty(hidden))
+        self._generators: dict[torch.device, torch.Generator] = {}
+        if initial_weights is None:
+            self.init_transformer_weights(config.adjust_init_range)
+        else:
+            self._copy("initial_weights", initial_weights, "w")
+        if initial_biases is not None:
+            self._copy("initial_biases", initial_biases, "b")
+        elif initial_weights is not None:
+            self._clear_biases()
+        self.train(bool(config.training))
+
+    @torch.no_grad()
+    def init_transformer_weights(self, adjust_init_range: bool = False) -> None:
+        """Draw new weights, and set biases to 0.
+
+        Args:
+            adjust_init_range: whether weights before sums are smaller.
+
+        Raises:
+            ValueError: the config has no initializer_range, or no num_hidden_layers to adjust by.
+        """
+        deviation = self.config.initializer_range
+        needed = {"initializer_range": deviation}
+        if adjust_init_range:
+            needed["num_hidden_layers"] = self.config.num_hidden_layers
+        for name, value in needed.items():
+            if not value > 0:
+                raise ValueError(
+                    f"DeepSpeedTransformerConfig: {name} is {value!r}, expected more than 0"
+                )
+        before_sums = deviation
+        if adjust_init_range:
+            before_sums /= math.sqrt(2 * self.config.num_hidden_layers)
+        self.attn_qkvw.normal_(0, deviation)
+        self.attn_ow.normal_(0, before_sums)
+        self.inter_w.normal_(0, deviation)
+        self.output_w.normal_(0, before_sums)
+        self.attn_nw.fill_(1)
+        self.norm_w.fill_(1)
+        self._clear_biases()
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        attention_mask: Tensor | None = None,
+        head_mask: Tensor | None = None,
+        layer_head_mask: Tensor | None = None,
+        encoder_hidden_states: Tensor | None = None,
+        encoder_attention_mask: Tensor | None = None,
+        past_key_value: object = None,
+        output_attentions: bool = False,
+        grads: object = None,
+    ) -> Tensor | tuple[Tensor]:
+        """Return what the layer makes of hidden states.
+
+        Args:
+            hidden_states: (batch, length, hidden), of the parameters' dtype, unless under autocast.
+            attention_mask: None, or what can be broadcast to (batch, heads, length, length), such
+                as (batch, 1, 1, length): added to the scores, or bool, True where a key is seen.
+            head_mask: None, as all that follows, which other layers have.
+            layer_head_mask: likewise.
+            encoder_hidden_states: likewise.
+            encoder_attention_mask: likewise.
+            past_key_value: likewise.
+            output_attentions: False.
+            grads: None; gradients are in the parameters' grad.
+
+        Returns:
+            The shape of hidden_states; with return_tuple in a tuple.
+
+        Raises:
+            ValueError: what is to be None is not.
+            RuntimeError: a layer with a generator of its own is called again within a backward.
+        """
+        others = dict(
+            head_mask=head_mask,
+            layer_head_mask=layer_head_mask,
+            encoder_hidden_states=encoder_hidden_states,
+            encoder_attention_mask=encoder_attention_mask,
+            past_key_value=past_key_value,
+            output_attentions=output_attentions or None,
+            grads=grads,
+        )
+        for name, value in others.items():
+            if value is not None:
+                raise ValueError(
+                    f"DeepSpeedTransformerLayer: {name} is given, expected none, as the layer does"
+                    " nothing with it"
+                )
+        seeds = self._seeds(hidden_states.device)
+        if self.config.pre_layer_norm:
+            normed = self._norm(hidden_states, self.norm_w, self.norm_b)
+            total = self._attend(normed, hidden_states, attention_mask, seeds)
+            normed = self._norm(total, self.attn_nw, self.attn_nb)
+            out = self._feed_forward(normed, total, seeds)
+        else:
+            total = self._attend(hidden_states, hidden_states, attention_mask, seeds)
+            normed = self._norm(total, self.attn_nw, self.attn_nb)
+            total = self._feed_forward(normed, normed, seeds)
+            out = self._norm(total, self.norm_w, self.norm_b)
+        return (out,) if self.config.return_tuple else out
+
+    def _attend(
+        self, x: Tensor, residual: Tensor, attention_mask: Tensor | None, seeds: Seeds
+    ) -> Tensor:
+        batch, length, hidden = x.shape
+        joined = F.linear(x, self.attn_qkvw, self.attn_qkvb)
+        q, k, v = (
+            part.view(batch, length, self.config.heads, -1).transpose(1, 2)
+            for part in joined.split(hidden, -1)
+        )
+        p = self.config.attn_dropout_ratio if self.training else 0.0
+        out = dropout_attention(q, k, v, attention_mask, p=p, seed=seeds[0])
+        product = F.linear(out.transpose(1, 2).reshape(x.shape), self.attn_ow)
+        return self._dropped(product, self.attn_ob, residual, seeds[1])
+
+    def _feed_forward(self, x: Tensor, residual: Tensor, seeds: Seeds) -> Tensor:
+        product = F.linear(x, self.inter_w)
+        if self.config.gelu_checkpoint:
+            out = activated_linear(product, self.inter_b, self.output_w)
+        else:
+            activated = bias_activation(product, self.inter_b, activation="gelu_tanh")
+            out = F.linear(activated, self.output_w)
+        return self._dropped(out, self.output_b, residual, seeds[2])
+
+    def _dropped(self, x: Tensor, bias: Tensor, residual: Tensor, seed: Tensor | None) -> Tensor:
+        p = 0.0 if seed is None else self.config.hidden_dropout_ratio
+        return bias_dropout_residual(x, bias, residual, p, seed=seed)
+
+    def _norm(self, x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        eps = float(self.config.layer_norm_eps)
+        if self.config.normalize_invertible and torch.is_grad_enabled():
+            return invertible_norm(x, weight, bias, eps)
+        return layer_norm(x, weight, bias, eps=eps)
+
+    def _seeds(self, device: torch.device) -> Seeds:
+        """Return those of probabilities, attention and layer; None where nothing is dropped."""
+        config = self.config
+        if not self.training or max(config.attn_dropout_ratio, config.hidden_dropout_ratio) == 0:
+            return None, None, None
+        of_attention, of_sum, of_out = draw_seeds(device, 3, self._generator(device))
+        return of_attention, of_sum, of_out
+
+    def _generator(self, device: torch.device) -> torch.Generator | None:
+        if self.config.seed < 0:
+            return None
+        if is_in_backward():
+            raise RuntimeError(
+                f"DeepSpeedTransformerLayer: config.seed is {self.config.seed}, expected -1 under"
+                " activation checkpointing, which brings back torch's generator alone"
+            )
+        if device not in self._generators:
+            generator = torch.Generator(device)
+            generator.manual_seed(self.config.seed)
+            self._generators[device] = generator
+        return self._generators[device]
+
+    @torch.no_grad()
+    def _copy(self, argument: str, tensors: Sequence[Tensor], end: str) -> None:
+        """Copy 8 weights or biases, of which the first three become one."""
+        if len(tensors) != 8:
+            raise ValueError(
+                f"DeepSpeedTransformerLayer: {argument} has {len(tensors)} tensors, expected 8"
+            )
+        values = [torch.cat([tensor.detach() for tensor in tensors[:3]]), *tensors[3:]]
+        names = ("attn_qkv", "attn_o", "attn_n", "inter_", "output_", "norm_")
+        for name, value in zip(names, values, strict=True):
+            parameter = getattr(self, f"{name}{end}")
+            if value.shape != parameter.shape:
+                raise ValueError(
+                    f"DeepSpeedTransformerLayer: {argument} has shape {list(value.shape)} for"
+                    f" {name}{end}, expected {list(parameter.shape)}"
+                )
+            parameter.copy_(value)
+
+    @torch.no_grad()
+    def _clear_biases(self) -> None:
+        for name, parameter in self.named_parameters():
+            if name.endswith("b"):
+                parameter.zero_()
