@@ -218,8 +218,11 @@ ROOMS = {  # inside of a package, likewise; its __init__ may import all
     "ops/elementwise": (("bias_activation", "gated_activation", "nhwc_bias_add"),),
     "ops/linear": (
         ("few_rows", "norms_around", "self_checks"),
-        ("grouped_products", "grouped_rows", "linear_ops"),
-        ("grouped_linear", "grouped_quantized_products", "quantized_linear", "skinny_linear"),
+        ("grouped_products", "grouped_rows", "linear_ops", "loss_by_chunks"),
+        (
+            *("grouped_linear", "grouped_quantized_products", "linear_cross_entropy"),
+            *("quantized_linear", "skinny_linear"),
+        ),
         ("grouped_quantized_linear",),
     ),
     "ops/moe": (("routing", "self_checks"), ("assign", "permute"), ("route",)),
@@ -282,4 +285,6 @@ NATIVE_FLOORS = {  # what a family stands on, beside itself and common
     "attention/prefill": ("attention/cache", "attention/decode"),
     "linear": ("quantization",),
 }
-FLOORS_OF_OPS = {"linear": ("elementwise", "moe", "quantization")}  # likewise in ops
+FLOORS_OF_OPS = {
+    "linear": ("elementwise", "moe", "quantization", "softmax_and_loss")
+}  # likewise in ops
