@@ -171,6 +171,7 @@ WITHOUT_CASE = {
     *(f"deepspeed_ext::moe_{op}" for op in ("route", "route_backward", "assign", "permute")),
     *(f"deepspeed_ext::moe_{op}" for op in ("unpermute", "unpermute_backward")),
     *(f"deepspeed_ext::grouped_linear{end}" for end in ("", ".few", "_backward")),
+    *(f"deepspeed_ext::linear_cross_entropy{end}" for end in ("", "_backward", "_scaled")),
     "deepspeed_ext::grouped_quantized_products",
     "deepspeed_ext::skinny_linear",
     "deepspeed_ext::skinny_linear_norm",

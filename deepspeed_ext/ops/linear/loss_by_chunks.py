@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from deepspeed_ext.dtypes import DTYPES
-from deepspeed_ext.ops.linear.few_rows import check_like, named, without_autocast
+from deepspeed_ext.ops.linear.few_rows import check_like, check_memory, named, without_autocast
 from deepspeed_ext.ops.softmax_and_loss.cross_entropy import (
     loss_and_gradient_op_,
     loss_op,
@@ -164,6 +164,7 @@ def check_arguments(
             raise ValueError(
                 f"{_NAME}: {name} is {number}, expected a finite number that is 0 or more"
             )
+    check_memory(_NAME, hidden=hidden, weight=weight, targets=targets, bias=bias)
     if not targets.is_cuda:
         _check_targets(targets.reshape(-1), weight.shape[0], options["ignore_index"])
 
