@@ -8,7 +8,7 @@ PYTHON_LAYERS = (  # each may import itself and what stands before its row
     ("optim", "io"),
     ("quantization",),
     ("offload", "moe"),
-    ("zero", "inference", "environment"),
+    ("zero", "inference", "environment", "patching"),
     ("config",),
     ("engine", "report", "examples", "interfaces"),
     ("compat", "server"),
@@ -94,6 +94,11 @@ ROOMS = {  # inside of a package, likewise; its __init__ may import all
         ("experts",),
         ("sending",),
         ("layer", "moe_module"),
+    ),
+    "patching": (
+        ("recognition", "replaced", "report"),
+        ("attention", "experts", "feed_forward", "loss", "norms"),
+        ("patching",),
     ),
     "offload/tiers": (
         ("prompt_switches", "records"),

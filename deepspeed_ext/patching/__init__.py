@@ -1,4 +1,4 @@
-"""Our ops inside models that exist: what replaces forwards of transformers' models, and takes it out.
+"""Our ops inside models that exist: what replaces forwards of modules, and takes it out again.
 
 - replaced: what stands in the place of a forward, in a module. recognition: what a module is, found
   out by its class and by what its forward computes. report: what was replaced, and what not.

@@ -8,6 +8,8 @@ them as they are.
 
 import inspect
 from collections.abc import Callable
+from functools import partial
+from itertools import product
 from types import FunctionType, SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -63,7 +65,8 @@ class _Rotary(Replaced):
         found = Embeddings(self.own(x, position_ids, *kind))
         prefix = "" if layer_type is None else f"{layer_type}_"
         scale = float(getattr(module, f"{prefix}attention_scaling"))
-        found.turns = Turns(position_ids, getattr(module, f"{prefix}inv_freq"), scale)
+        frequencies = getattr(module, f"{prefix}inv_freq").to(x.device, torch.float32)
+        found.turns = Turns(position_ids, frequencies, scale)
         return found
 
 
@@ -77,29 +80,30 @@ class _Attention(Replaced):
         super().__init__(module)
         self.names = names
         self.by = tuple({_TURN: "rope", _EAGER: "softmax"}[name] for name in names)
-        self._code: FunctionType | None = None
+        self.code = _with(class_of(module), names)
 
     def __getstate__(self) -> dict[str, Any]:
-        return vars(self) | {"_code": None}  # made anew
+        """Leave out the code, which has no name that pickle could write."""
+        return {name: value for name, value in vars(self).items() if name != "code"}
 
-    def run(self, *args: Any, position_embeddings: Any = None, **keywords: Any) -> Any:
-        turns = getattr(position_embeddings, "turns", None)
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Make it anew."""
+        vars(self).update(state)
+        self.code = _with(class_of(self.module), self.names)
+
+    def run(self, *args: Any, **keywords: Any) -> Any:
         hidden = args[0] if args else keywords.get("hidden_states")
-        is_ours = isinstance(hidden, Tensor) and are_ours(hidden)
-        if turns is not None and is_ours and not _is_old_name(keywords):
-            position_embeddings = (turns, turns)
-        elif _TURN in self.names:
-            return self.own(*args, position_embeddings=position_embeddings, **keywords)
-        elif not is_ours:
+        if not isinstance(hidden, Tensor) or not are_ours(hidden) or _has_old_name(keywords):
             return self.own(*args, **keywords)
-        if position_embeddings is not None:
-            keywords["position_embeddings"] = position_embeddings
-        if self._code is None:
-            self._code = _with(class_of(self.module), self.names)
-        return self._code(self.module, *args, **keywords)
+        if _TURN in self.names:
+            turns = getattr(keywords.get("position_embeddings"), "turns", None)
+            if turns is None:
+                return self.own(*args, **keywords)
+            keywords["position_embeddings"] = (turns, turns)
+        return self.code(self.module, *args, **keywords)
 
 
-def _is_old_name(keywords: dict[str, Any]) -> bool:
+def _has_old_name(keywords: dict[str, Any]) -> bool:
     """Tell whether an argument has a name that only what is around the forward knows."""
     return "past_key_values" in keywords or "past_key_value" in keywords
 
@@ -186,6 +190,11 @@ def _attend(
     return (dropped @ value).transpose(1, 2).contiguous(), weights
 
 
+def is_turning(replaced: Replaced) -> bool:
+    """Tell whether this replaces a rotary embedding."""
+    return isinstance(replaced, _Rotary)
+
+
 def rotary_of(module: nn.Module) -> Replaced | None:
     """Return what replaces a rotary embedding; None: it is none.
 
@@ -220,7 +229,7 @@ def _check_rotary(module: Any, layer_type: str | None) -> None:
     want = torch.stack([angles.cos(), angles.sin()]) * float(scale)
     kind = () if layer_type is None else (layer_type,)
     forward: Any = class_of(module).forward
-    check_same("its forward", lambda: torch.stack(forward(stub, x, positions, *kind)), lambda: want)
+    check_same("its forward", lambda: torch.stack(forward(stub, x, positions, *kind)), want)
 
 
 def attention_of(module: nn.Module, turns: bool) -> Replaced | None:
@@ -267,29 +276,21 @@ def _check_turn(theirs: Callable[..., Any]) -> None:
     first, second = both.chunk(2, -1)
     cos, sin = angles.cos()[:, None], angles.sin()[:, None]
     want = torch.cat([first * cos - second * sin, second * cos + first * sin], -1)
-    check_same(_TURN, turned, lambda: want)
+    check_same(_TURN, turned, want)
 
 
 def _check_eager(theirs: Callable[..., Any]) -> None:
-    q, k, v, mask = samples((2, 4, 5, 8), (2, 2, 6, 8), (2, 2, 6, 8), (2, 1, 5, 6))
-    stub = SimpleNamespace(num_key_value_groups=2, training=False, head_dim=8)
+    """Try it with as many heads of keys, and with fewer if it repeats them."""
     capped = "softcap" in inspect.signature(theirs).parameters
-    caps: list[dict[str, float]] = [{}, {"softcap": 2.0}] if capped else [{}]
-    heads = SimpleNamespace(training=False)
-    for options in caps:
-        ours = partial_reference(heads, q, k, v, mask, options.get("softcap"))
-        check_same(
-            _EAGER,
-            lambda given=options: theirs(stub, q, k, v, mask, scaling=0.3, dropout=0.0, **given)[0],  # type: ignore
-            lambda found=ours: found,  # type: ignore
-        )
-
-
-def partial_reference(
-    module: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor, softcap: float | None
-) -> Tensor:
-    """Return what attention of the samples is, in plain torch."""
-    k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], 1) for t in (k, v))
-    scores = q @ k.transpose(2, 3) * 0.3
-    scores = scores if softcap is None else softcap * (scores / softcap).tanh()
-    return ((scores + mask).softmax(-1) @ v).transpose(1, 2)
+    groups = (1, 2) if "repeat_kv" in theirs.__code__.co_names else (1,)
+    for group, softcap in product(groups, (None, 2.0) if capped else (None,)):
+        heads = 4 // group
+        q, k, v, mask = samples((2, 4, 5, 8), (2, heads, 6, 8), (2, heads, 6, 8), (2, 1, 5, 6))
+        stub = SimpleNamespace(num_key_value_groups=group, training=False, head_dim=8)
+        options = {} if softcap is None else {"softcap": softcap}
+        call = partial(theirs, stub, q, k, v, mask, scaling=0.3, dropout=0.0, **options)
+        k, v = (t.repeat_interleave(group, 1) for t in (k, v))
+        scores = q @ k.transpose(2, 3) * 0.3
+        scores = scores if softcap is None else softcap * (scores / softcap).tanh()
+        want = ((scores + mask).softmax(-1) @ v).transpose(1, 2)
+        check_same(_EAGER, lambda found=call: found()[0], want)  # type: ignore[misc]

@@ -14,11 +14,15 @@ _SWITCH = "experts_interface"  # what the forward of a class looks experts up in
 class _Experts(Replaced):
     by = ("moe_assign", "grouped_linear", "moe_unpermute")
 
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__(module)
+        self.compute = experts_forward()
+
     def run(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Any:
         weights = self.module.parameters(recurse=False)
         if not are_ours(hidden_states, *weights):
             return self.own(hidden_states, top_k_index, top_k_weights)
-        return experts_forward()(self.module, hidden_states, top_k_index, top_k_weights)
+        return self.compute(self.module, hidden_states, top_k_index, top_k_weights)
 
 
 def experts_of(module: nn.Module) -> Replaced | None:

@@ -57,7 +57,7 @@ class _Request:
         loss = linear_cross_entropy(
             hidden,
             weight,
-            self.targets().to(hidden.device).view(hidden.shape[:-1]),
+            self.targets().to(hidden.device).reshape(hidden.shape[:-1]),
             bias=bias,
             ignore_index=self.options.get("ignore_index", _IGNORED),
             reduction="mean" if items is None else "sum",
@@ -179,6 +179,11 @@ def loss_of(module: Any) -> Replaced | None:
     return _LanguageModel(module, _Head(head), softcap)
 
 
+def is_head(replaced: Replaced) -> bool:
+    """Tell whether this replaces the head of a language model, which the model's forward names."""
+    return isinstance(replaced, _Head)
+
+
 def put_loss(replaced: Replaced) -> None:
     """Put the forwards of a language model and of its head, and its loss function."""
     assert isinstance(replaced, _LanguageModel)
@@ -198,6 +203,13 @@ def take_out_loss(model: nn.Module) -> None:
         take_out(replaced.head.module)
 
 
+class _Outputs(tuple[Tensor, ...]):
+    """What is below a head gives, in whatever class that is."""
+
+    def __getattr__(self, name: str) -> Tensor | None:
+        return self[0] if name == "last_hidden_state" else None
+
+
 class _Body(nn.Module):
     """Stands in the place of what is below a head, and gives hidden states.
 
@@ -210,8 +222,8 @@ class _Body(nn.Module):
         self.hidden = hidden
 
     def forward(self, *args: Any, **keywords: Any) -> Any:
-        outputs: Any = sys.modules["transformers.modeling_outputs"]
-        return outputs.MoeModelOutputWithPast(last_hidden_state=self.hidden)
+        """Return the only output."""
+        return _Outputs((self.hidden,))
 
 
 def _check_loss(module: Any, head: Any, softcap: float) -> None:
@@ -219,7 +231,8 @@ def _check_loss(module: Any, head: Any, softcap: float) -> None:
     config = module.config
     classes = getattr(config, "vocab_size", None)
     names = [name for name, child in module.named_children() if child is head]
-    prefix = class_of(module).base_model_prefix
+    kind: Any = class_of(module)
+    prefix = kind.base_model_prefix
     if len(names) != 1 or type(classes) is not int or head.weight.shape[0] != classes:
         raise Unlike("its head has another number of classes than its configuration")
     hidden, weight, bias = samples((2, 3, 2), (classes, 2), (classes,))
@@ -227,15 +240,16 @@ def _check_loss(module: Any, head: Any, softcap: float) -> None:
     object.__setattr__(body, "decoder", body)  # that some call
     small = nn.Linear(2, classes, bias=head.bias is not None, device="meta")
     small.weight = nn.Parameter(weight)
-    small.bias = None if head.bias is None else nn.Parameter(bias)
+    if head.bias is not None:
+        small.bias = nn.Parameter(bias)
     stub = stub_of(module, **{prefix: body, names[0]: small})
     labels = torch.tensor([[1, 0, 1], [0, 1, _IGNORED]])
     request = _Request(labels, softcap, {})
-    forward: Any = class_of(module).forward
+    forward = kind.forward
     check_same(
         "its forward",
         lambda: forward(stub, input_ids=labels.clamp(min=0), labels=labels, return_dict=True).loss,
-        lambda: linear_cross_entropy_ref(
+        linear_cross_entropy_ref(
             hidden, weight, request.targets(), bias=small.bias, softcap=softcap
         ).detach(),
     )

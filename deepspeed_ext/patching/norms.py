@@ -11,7 +11,6 @@ from deepspeed_ext.patching.recognition import (
     check_forward,
     check_same,
     class_of,
-    is_of_transformers,
     samples,
     stub_of,
 )
@@ -53,7 +52,7 @@ class _LayerNorm(Replaced):
         weight, bias = module.weight, module.bias
         if not are_ours(x, weight, bias) or len(module.normalized_shape) != 1:
             return self.own(x)  # type: ignore[no-any-return]
-        if torch.is_autocast_enabled(x.device.type):  # as torch's own gives float32 then
+        if x.is_cuda and torch.is_autocast_enabled("cuda"):  # torch's own gives float32 then
             x = x.float()
         return layer_norm(x, weight, bias, eps=module.eps)
 
@@ -72,37 +71,53 @@ def norm_of(module: nn.Module) -> Replaced | None:
         return _LayerNorm(module)
     if kind is nn.RMSNorm:
         check_forward(module)
-        if len(module.normalized_shape) != 1 or module.weight is None:
-            raise Unlike("it has no weight of one dimension")
-        eps = torch.finfo(torch.float32).eps if module.eps is None else module.eps
-        return _RMSNorm(module, eps, 0.0, widens=False)
-    if not is_of_transformers(module):
-        raise Unlike(f"its class is of {kind.__module__}, expected torch or transformers")
+        return _torch_rms_norm_of(module)
+    if kind.__module__.startswith("torch."):
+        return None
     check_forward(module)
     return _rms_norm_of(module)
+
+
+def _torch_rms_norm_of(module: Any) -> Replaced:
+    if len(module.normalized_shape) != 1 or module.weight is None:
+        raise Unlike("it has no weight of one dimension")
+    eps = torch.finfo(torch.float32).eps if module.eps is None else module.eps
+    return _RMSNorm(module, eps, 0.0, widens=False)
 
 
 def _rms_norm_of(module: nn.Module) -> Replaced:
     eps = next((vars(module)[name] for name in _EPS if name in vars(module)), None)
     names = [name for name, _ in module.named_parameters(recurse=False)]
-    weight = getattr(module, "weight", None)
+    weight: Any = getattr(module, "weight", None)
     if names != ["weight"] or weight.dim() != 1 or type(eps) is not float:
         raise Unlike("it is no RMS norm with a weight of one dimension")
     x, drawn = samples((3, len(weight)), (len(weight),))
     x = x * 0.1  # so that eps counts
-    forward: Any = class_of(module).forward
-    for offset in _OFFSETS:
-        try:
-            check_same(
-                "its forward",
-                lambda: forward(stub_of(module, weight=nn.Parameter(drawn)), x),
-                lambda at=offset: rms_norm_ref(x, drawn, eps=eps, weight_offset=at),  # type: ignore
-            )
-        except Unlike:
-            if offset == _OFFSETS[-1]:
-                raise
-            continue
-        break
+    offset = _offset_of(module, x, drawn, eps)
     with torch.no_grad():
-        mixed = forward(stub_of(module, weight=nn.Parameter(drawn)), x.bfloat16())
+        mixed = _call(module, x.bfloat16(), drawn)
     return _RMSNorm(module, eps, offset, widens=mixed.dtype == torch.float32)
+
+
+def _call(module: nn.Module, x: Tensor, weight: Tensor) -> Tensor:
+    forward: Any = class_of(module).forward
+    found: Tensor = forward(stub_of(module, weight=nn.Parameter(weight)), x)
+    return found
+
+
+def _offset_of(module: nn.Module, x: Tensor, weight: Tensor, eps: float) -> float:
+    """Return what a norm adds to its weight.
+
+    Raises:
+        Unlike: it does something else.
+    """
+    for offset in _OFFSETS:
+        want = rms_norm_ref(x, weight, eps=eps, weight_offset=offset)
+        assert isinstance(want, Tensor)
+        try:
+            check_same("its forward", lambda: _call(module, x, weight), want)
+        except Unlike as error:
+            problem = error
+        else:
+            return offset
+    raise problem

@@ -1,4 +1,4 @@
-"""What stands in the place of a module's forward: in the module itself, so that no class changes."""
+"""What stands in the place of a module's forward: in the module, so that no class changes."""
 
 import inspect
 from types import MethodType
@@ -35,7 +35,12 @@ class Replaced:
         return inspect.signature(MethodType(type(self.module).forward, self.module))
 
     def __call__(self, *args: Any, **keywords: Any) -> Any:
-        """Do what the forward of the module's class does."""
+        """Do what the forward of the module's class does.
+
+        Accelerate binds what it finds to the module once more.
+        """
+        if args and args[0] is self.module:
+            args = args[1:]
         if self.is_out:
             return self.own(*args, **keywords)
         return self.run(*args, **keywords)
@@ -55,10 +60,9 @@ def put(replaced: Replaced) -> None:
     replaced.module.forward = replaced
 
 
-def replaced_of(module: nn.Module) -> Replaced | None:
+def replaced_of(module: Any) -> Replaced | None:
     """Return what stands in the place of a module's forward."""
-    found: Replaced | None = vars(module).get(_NAME)
-    return found
+    return vars(module).get(_NAME)
 
 
 def take_out(module: nn.Module) -> None:
