@@ -74,8 +74,6 @@ def feed_forward_of(module: nn.Module) -> Replaced | None:
     Raises:
         Unlike: it is one, and not one that our ops compute.
     """
-    if not is_of_transformers(module):
-        return None
     children = dict(module.named_children())
     projections = next((names for names in (_TWO, _ONE) if {*names} <= {*children}), None)
     if projections is None:

@@ -2,6 +2,7 @@
 
 import inspect
 import sys
+from copy import copy
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from deepspeed_ext.patching.replaced import Replaced, are_ours, put, replaced_of
 _LOSSES = "transformers.loss.loss_utils"
 _OWN_LOSS = "_loss_function"  # the attribute of a model that has another than its class
 _CAP = "final_logit_softcapping"  # in configurations
+_BALANCE = "output_router_logits"  # likewise
 _IGNORED = -100
 _READ = (
     "num_items_in_batch",
@@ -243,6 +245,9 @@ def _check_loss(module: Any, head: Any, softcap: float) -> None:
     if head.bias is not None:
         small.bias = nn.Parameter(bias)
     stub = stub_of(module, **{prefix: body, names[0]: small})
+    stub.config = copy(config)
+    if hasattr(config, _BALANCE):  # which is added to the loss, whatever that is
+        setattr(stub.config, _BALANCE, False)
     labels = torch.tensor([[1, 0, 1], [0, 1, _IGNORED]])
     request = _Request(labels, softcap, {})
     forward = kind.forward

@@ -62,7 +62,8 @@ def put(replaced: Replaced) -> None:
 
 def replaced_of(module: Any) -> Replaced | None:
     """Return what stands in the place of a module's forward."""
-    return vars(module).get(_NAME)
+    found: Replaced | None = vars(module).get(_NAME)
+    return found
 
 
 def take_out(module: nn.Module) -> None:
