@@ -2,8 +2,8 @@
 
 Forward, backward and a step of AdamW, of one model for each contender: patched, as transformers has
 it, and with Liger's kernels if they can be imported. On CUDA Llama of 1 B in bfloat16, 8 rows of
-2,048 tokens; on the CPU a small one. Beside the times stands what a step has in memory at most, less
-what lies there between steps.
+2,048 tokens; on the CPU a small one. Beside the times stands what a step has in memory at most,
+less what lies there between steps.
 """
 
 import argparse

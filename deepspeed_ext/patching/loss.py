@@ -82,10 +82,11 @@ class _Head(Replaced):
 
     def run(self, hidden: Tensor) -> Any:
         request = self.request
-        if request is None or request.loss is not None:
-            return self.own(hidden)
         module: Any = self.module
-        # Here, as fully_shard has whole weights within calls of their modules.
+        # Asked here, as fully_shard has whole weights within calls of their modules alone.
+        is_wanted = request is not None and request.loss is None
+        if request is None or not is_wanted or not are_ours(hidden, module.weight, module.bias):
+            return self.own(hidden)
         request.answer(hidden, module.weight, module.bias)
         return hidden.new_empty((*hidden.shape[:-1], 0))
 
@@ -130,13 +131,14 @@ class _LanguageModel(Replaced):
         as_tuple = keywords.pop("return_dict", None)
         as_tuple = config.return_dict is False if as_tuple is None else not as_tuple
         options = {name: keywords[name] for name in _READ if keywords.get(name) is not None}
-        self.head.request = _Request(labels, self.softcap, options)
+        request = self.head.request = _Request(labels, self.softcap, options)
         try:
             found = self.own(*args, **keywords, return_dict=True)
         finally:
             self.head.request = None
-        rest = {name: value for name, value in found.items() if name != "logits"}
-        found = type(found)(**rest)
+        if request.loss is not None:
+            rest = {name: value for name, value in found.items() if name != "logits"}
+            found = type(found)(**rest)
         return found.to_tuple() if as_tuple else found
 
     def _wants_no_logits(self, keywords: dict[str, Any]) -> bool:
@@ -146,13 +148,7 @@ class _LanguageModel(Replaced):
         kept = keywords.get("logits_to_keep", 0)
         head = module.get_output_embeddings()
         is_there = replaced_of(head) is self.head and vars(head).get("forward") is self.head
-        return is_there and type(kept) is int and kept == 0 and _is_ours(head)
-
-
-def _is_ours(head: Any) -> bool:
-    """Tell whether our ops take the head's weight; of one that is sharded, whole once it is."""
-    weight = getattr(head.weight, "_local_tensor", head.weight)
-    return are_ours(weight)
+        return is_there and type(kept) is int and kept == 0
 
 
 def loss_of(module: Any) -> Replaced | None:
