@@ -18,7 +18,14 @@ from deepspeed_ext.patching.recognition import (
     samples,
     stub_of,
 )
-from deepspeed_ext.patching.replaced import Replaced, are_ours, put, replaced_of, take_out
+from deepspeed_ext.patching.replaced import (
+    Replaced,
+    are_ours,
+    is_in_place,
+    put,
+    replaced_of,
+    take_out,
+)
 
 _LOSSES = "transformers.loss.loss_utils"
 _OWN_LOSS = "_loss_function"  # the attribute of a model that has another than its class
@@ -147,7 +154,7 @@ class _LanguageModel(Replaced):
             return False
         kept = keywords.get("logits_to_keep", 0)
         head = module.get_output_embeddings()
-        is_there = replaced_of(head) is self.head and vars(head).get("forward") is self.head
+        is_there = replaced_of(head) is self.head and is_in_place(head)
         return is_there and type(kept) is int and kept == 0
 
 

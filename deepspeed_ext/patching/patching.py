@@ -10,7 +10,7 @@ from deepspeed_ext.patching.feed_forward import activation_of, feed_forward_of
 from deepspeed_ext.patching.loss import is_head, loss_of, put_loss, take_out_loss
 from deepspeed_ext.patching.norms import norm_of
 from deepspeed_ext.patching.recognition import Unlike, class_of
-from deepspeed_ext.patching.replaced import Replaced, put, replaced_of, take_out
+from deepspeed_ext.patching.replaced import Replaced, is_in_place, put, replaced_of, take_out
 from deepspeed_ext.patching.report import Report
 
 _Kind = Callable[[nn.Module], Replaced | None]
@@ -107,7 +107,7 @@ class _Search:
             if name in self.found or name in self.left:
                 continue
             there = replaced_of(module)
-            if there is not None and vars(module).get("forward") is there:
+            if there is not None and is_in_place(module):
                 if not is_head(there):
                     self.found[name] = there
                 continue

@@ -66,6 +66,12 @@ def replaced_of(module: Any) -> Replaced | None:
     return found
 
 
+def is_in_place(module: nn.Module) -> bool:
+    """Tell whether that is what a call of the module calls: nobody has put another there."""
+    replaced = replaced_of(module)
+    return replaced is not None and vars(module).get("forward") is replaced
+
+
 def take_out(module: nn.Module) -> None:
     """Undo `put`, also where another has put a forward around it since."""
     replaced = replaced_of(module)

@@ -275,7 +275,7 @@ def _flops(hidden: Any, weight: Any, *others: Any, reduction: int = _MEAN, **opt
     products = 1
     if reduction != _NONE:
         products += options["wants_hidden"] + options["wants_weight"]
-    return 2 * products * math.prod(hidden) * int(weight[0])
+    return int(2 * products * math.prod(hidden) * weight[0])
 
 
 def _backward_flops(grad_loss: Any, hidden: Any, weight: Any, *others: Any, **options: Any) -> int:
