@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from deepspeed_ext.inference import init_inference
     from deepspeed_ext.ops import adam_step_, adam_step_ref_
     from deepspeed_ext.optim import DeepSpeedCPUAdam, FusedAdam
+    from deepspeed_ext.patching import patch, unpatch
 
 __version__ = "0.1.0"
 
@@ -23,6 +24,8 @@ __all__ = [
     "adam_step_ref_",
     "init_inference",
     "initialize",
+    "patch",
+    "unpatch",
 ]
 
 _HOMES = {
@@ -33,6 +36,8 @@ _HOMES = {
     "adam_step_ref_": "deepspeed_ext.ops",
     "init_inference": "deepspeed_ext.inference",
     "initialize": "deepspeed_ext.engine",
+    "patch": "deepspeed_ext.patching",
+    "unpatch": "deepspeed_ext.patching",
 }
 
 

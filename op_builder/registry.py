@@ -260,7 +260,7 @@ ROWS: tuple[StepOp | FunctionalOp, ...] = (
     ),
     FunctionalOp(
         "cross_entropy",
-        modules=("softmax_and_loss.cross_entropy",),
+        modules=("softmax_and_loss.cross_entropy", "linear.linear_cross_entropy"),
         kernels=("softmax/cross_entropy",),
         bits="row",
         sanitizer="softmax",

@@ -8,7 +8,7 @@ PYTHON_LAYERS = (  # each may import itself and what stands before its row
     ("optim", "io"),
     ("quantization",),
     ("offload", "moe", "random_ltd"),
-    ("zero", "inference", "environment"),
+    ("zero", "inference", "environment", "patching"),
     ("config",),
     ("engine", "report", "examples", "interfaces"),
     ("compat", "server"),
@@ -94,6 +94,11 @@ ROOMS = {  # inside of a package, likewise; its __init__ may import all
         ("experts",),
         ("sending",),
         ("layer", "moe_module"),
+    ),
+    "patching": (
+        ("recognition", "replaced", "report"),
+        ("attention", "experts", "feed_forward", "loss", "norms"),
+        ("patching",),
     ),
     "random_ltd": (("scheduler",), ("layer",), ("convert",)),
     "offload/tiers": (
@@ -224,8 +229,11 @@ ROOMS = {  # inside of a package, likewise; its __init__ may import all
     ),
     "ops/linear": (
         ("few_rows", "norms_around", "self_checks"),
-        ("grouped_products", "grouped_rows", "linear_ops"),
-        ("grouped_linear", "grouped_quantized_products", "quantized_linear", "skinny_linear"),
+        ("grouped_products", "grouped_rows", "linear_ops", "loss_by_chunks"),
+        (
+            *("grouped_linear", "grouped_quantized_products", "linear_cross_entropy"),
+            *("quantized_linear", "skinny_linear"),
+        ),
         ("grouped_quantized_linear",),
     ),
     "ops/moe": (("routing", "self_checks"), ("assign", "permute"), ("route",)),
@@ -299,6 +307,6 @@ NATIVE_FLOORS = {  # what a family stands on, beside itself and common
     "linear": ("quantization",),
 }
 FLOORS_OF_OPS = {  # likewise in ops
-    "linear": ("elementwise", "moe", "quantization"),
+    "linear": ("elementwise", "moe", "quantization", "softmax_and_loss"),
     "transformer": ("elementwise", "norm", "softmax_and_loss"),
 }

@@ -56,7 +56,6 @@ def register_with_transformers() -> None:
         ImportError: transformers is not installed, or has no such table: it is older than 5.
     """
     import transformers
-    from transformers.activations import ACT2FN
 
     if find_spec("transformers.integrations.moe") is None:
         raise ImportError(
@@ -65,12 +64,26 @@ def register_with_transformers() -> None:
         )
     from transformers.integrations import moe
 
+    moe.ALL_EXPERTS_FUNCTIONS.register(_NAME, experts_forward())
+
+
+def experts_forward() -> Callable[..., Tensor]:
+    """Return what computes experts; it takes them, hidden states, and experts and weights of each.
+
+    Transformers 5 is there.
+    """
+    from transformers.integrations import moe
+
     without_gate: Any = type("Experts", (nn.Module,), {})
-    known = _Known(
-        gate=getattr(moe.use_experts_implementation(without_gate), _GATE),
-        activations={type(ACT2FN[theirs]): ours for theirs, ours in _ACTIVATIONS.items()},
-    )
-    moe.ALL_EXPERTS_FUNCTIONS.register(_NAME, partial(_forward, known))
+    gate = getattr(moe.use_experts_implementation(without_gate), _GATE)
+    return partial(_forward, _Known(gate=gate, activations=known_activations()))
+
+
+def known_activations() -> dict[type, str]:
+    """Return what our ops call the activation of each class of transformers' that they know."""
+    from transformers.activations import ACT2FN
+
+    return {type(ACT2FN[theirs]): ours for theirs, ours in _ACTIVATIONS.items()}
 
 
 class _Known(NamedTuple):

@@ -70,6 +70,10 @@ from deepspeed_ext.ops.linear.grouped_quantized_linear import (
     grouped_quantized_linear as grouped_quantized_linear,
     grouped_quantized_linear_ref as grouped_quantized_linear_ref,
 )
+from deepspeed_ext.ops.linear.linear_cross_entropy import (
+    linear_cross_entropy as linear_cross_entropy,
+    linear_cross_entropy_ref as linear_cross_entropy_ref,
+)
 from deepspeed_ext.ops.linear.norms_around import (
     NextNorm as NextNorm,
     Undivided as Undivided,

@@ -228,6 +228,7 @@ WITHOUT_CASE = {
     *(f"deepspeed_ext::block_sparse_attention{end}" for end in ("", "_backward")),
     "deepspeed_ext::dropout_attention",
     "deepspeed_ext::dropout_attention_backward",
+    *(f"deepspeed_ext::linear_cross_entropy{end}" for end in ("", "_backward", "_scaled")),
     "deepspeed_ext::grouped_quantized_products",
     *(f"deepspeed_ext::token_{op}" for op in ("gather", "gather_backward", "scatter")),
     "deepspeed_ext::mask_gather_bert",

@@ -95,6 +95,12 @@ def others() -> None:
     leaf = torch.randn(3, 16, requires_grad=True)
     loss = ops.cross_entropy(leaf * 1, torch.arange(3), inplace=True)
     loss.backward()
+    head, bias_of_head = (t.clone().requires_grad_() for t in (weight, bias))
+    for reduction in ("none", "mean"):
+        arguments = (leaf, head, torch.arange(3))
+        ops.linear_cross_entropy(
+            *arguments, bias=bias_of_head, reduction=reduction, softcap=4.0
+        ).sum().backward()
     gate = torch.randn(2, 16, requires_grad=True)
     ops.swiglu(gate).sum().backward()
     ops.rms_norm(gate, residual=x, return_sum=False).sum().backward()

@@ -101,6 +101,17 @@ def check_like(
         raise ValueError(f"{op}: {name} is {named(given.dtype)}, expected {named(dtype)}")
 
 
+def check_memory(op: str, **tensors: Tensor | None) -> None:
+    """Refuse what has been freed, as fully_shard does with weights: kernels would read anything.
+
+    Raises:
+        ValueError: a tensor has elements, and no memory.
+    """
+    for name, tensor in tensors.items():
+        if tensor is not None and tensor.numel() and tensor.untyped_storage().nbytes() == 0:
+            raise ValueError(f"{op}: {name} has no memory, expected {tensor.numel()} elements")
+
+
 def named(dtype: torch.dtype) -> str:
     """Return what errors call a dtype."""
     return str(dtype).removeprefix("torch.")

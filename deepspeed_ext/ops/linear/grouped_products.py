@@ -15,7 +15,12 @@ from torch import Tensor
 
 from deepspeed_ext.dtypes import DTYPES
 from deepspeed_ext.ops._library import define
-from deepspeed_ext.ops.linear.few_rows import check_like, named, without_autocast
+from deepspeed_ext.ops.linear.few_rows import (
+    check_like,
+    check_memory,
+    named,
+    without_autocast,
+)
 
 _NAME = "grouped_linear"
 _MOST_GROUPS = 1023  # that torch's kernel takes
@@ -239,7 +244,7 @@ def _check(x: Tensor, weight: Tensor, offsets: Tensor, bias: Tensor | None) -> N
     check_like(_NAME, "offsets", offsets, x, (experts,), torch.int32)
     if bias is not None:
         check_like(_NAME, "bias", bias, x, (experts, n), x.dtype)
-    _check_memory(x=x, weight=weight, offsets=offsets, bias=bias)
+    check_memory(_NAME, x=x, weight=weight, offsets=offsets, bias=bias)
 
 
 def _check_outer(grad: Tensor, x: Tensor, offsets: Tensor) -> None:
@@ -248,7 +253,7 @@ def _check_outer(grad: Tensor, x: Tensor, offsets: Tensor) -> None:
     check_rows("grad", grad)
     check_like(_NAME, "grad", grad, x, (x.shape[0], grad.shape[1]), x.dtype)
     check_like(_NAME, "offsets", offsets, x, (offsets.numel(),), torch.int32)
-    _check_memory(grad=grad, x=x, offsets=offsets)
+    check_memory(_NAME, grad=grad, x=x, offsets=offsets)
 
 
 def check_rows(name: str, rows: Tensor, op: str = _NAME) -> None:
@@ -259,10 +264,3 @@ def check_rows(name: str, rows: Tensor, op: str = _NAME) -> None:
         raise ValueError(
             f"{op}: {name} is {named(rows.dtype)}, expected float32, bfloat16 or float16"
         )
-
-
-def _check_memory(**tensors: Tensor | None) -> None:
-    """Refuse what has been freed, as fully_shard does with weights: kernels would read anything."""
-    for name, tensor in tensors.items():
-        if tensor is not None and tensor.numel() and tensor.untyped_storage().nbytes() == 0:
-            raise ValueError(f"{_NAME}: {name} has no memory, expected {tensor.numel()} elements")

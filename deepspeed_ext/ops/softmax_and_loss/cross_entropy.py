@@ -24,7 +24,7 @@ _backward_op = define(
     _LIBRARIES,
     fake=lambda grad_loss, logits, *others, **options: logits.new_empty(logits.shape),
 )
-_scale_op_ = define(
+scale_op_ = define(
     "cross_entropy_scale_(Tensor(a!) grad, Tensor grad_loss, Tensor magnification) -> ()",
     _LIBRARIES,
 )
@@ -62,7 +62,7 @@ def _backward(
     return _backward_op(grad_loss, *ctx.saved_tensors, **ctx.options), None
 
 
-_cross_entropy_op = define(
+loss_op = define(
     f"cross_entropy(Tensor logits, Tensor target, {_OPTIONS}, int reduction)"
     " -> (Tensor loss, Tensor stats, Tensor divisor)",
     _LIBRARIES,
@@ -70,7 +70,7 @@ _cross_entropy_op = define(
     backward=_backward,
     setup_context=_save,
 )
-_cross_entropy_op_ = define(
+loss_and_gradient_op_ = define(
     f"cross_entropy_(Tensor(a!) logits, Tensor target, {_OPTIONS}, int reduction)"
     " -> (Tensor loss, Tensor magnification)",
     _LIBRARIES,
@@ -90,7 +90,7 @@ class _InPlace(torch.autograd.Function):
         # The compiler makes no copy unless there are later writes, of which it would be told last.
         grad = logits.clone() if is_traced else logits.detach()
         loss: Tensor
-        loss, magnification = call_recording_nothing(_cross_entropy_op_, grad, target, **options)
+        loss, magnification = call_recording_nothing(loss_and_gradient_op_, grad, target, **options)
         if not is_traced:
             torch.autograd.graph.increment_version(logits)
         ctx.save_for_backward(grad, magnification)
@@ -114,7 +114,7 @@ class _InPlace(torch.autograd.Function):
             )
         grad, magnification = ctx.saved_tensors
         ctx.is_handed_over = True
-        call_recording_nothing(_scale_op_, grad, grad_loss, magnification)
+        call_recording_nothing(scale_op_, grad, grad_loss, magnification)
         if not torch.compiler.is_compiling():
             torch.autograd.graph.increment_version(grad)
         return grad, None, None
@@ -187,7 +187,7 @@ def cross_entropy(
         "reduction": _REDUCTIONS.index(reduction),
     }
     if not inplace:
-        found: tuple[Tensor, ...] = _cross_entropy_op(logits, target, **options)
+        found: tuple[Tensor, ...] = loss_op(logits, target, **options)
         return found[0]
     # What is compiled writes to copies.
     base = None if torch.compiler.is_compiling() else base_of(logits)

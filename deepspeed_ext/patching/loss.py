@@ -1,0 +1,263 @@
+"""The loss of language models, by linear_cross_entropy in the place of logits."""
+
+import inspect
+import sys
+from copy import copy
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from deepspeed_ext.ops import linear_cross_entropy, linear_cross_entropy_ref
+from deepspeed_ext.patching.recognition import (
+    Unlike,
+    check_forward,
+    check_same,
+    class_of,
+    is_of_transformers,
+    samples,
+    stub_of,
+)
+from deepspeed_ext.patching.replaced import (
+    Replaced,
+    are_ours,
+    is_in_place,
+    put,
+    replaced_of,
+    take_out,
+)
+
+_LOSSES = "transformers.loss.loss_utils"
+_OWN_LOSS = "_loss_function"  # the attribute of a model that has another than its class
+_CAP = "final_logit_softcapping"  # in configurations
+_BALANCE = "output_router_logits"  # likewise
+_IGNORED = -100
+_READ = (
+    "num_items_in_batch",
+    "ignore_index",
+    "shift_labels",
+)  # by the loss, of a model's arguments
+
+
+class _Request:
+    """A loss that is wanted of the next hidden states that reach the head.
+
+    Args:
+        labels: as a model gets them.
+        softcap: of the logits.
+        options: what a model hands on to its loss.
+    """
+
+    def __init__(self, labels: Tensor, softcap: float, options: dict[str, Any]) -> None:
+        self.labels, self.softcap, self.options = labels, softcap, options
+        self.loss: Tensor | None = None
+
+    def targets(self) -> Tensor:
+        """Return a class for each row: that of the next token, unless told otherwise."""
+        shifted: Tensor | None = self.options.get("shift_labels")
+        if shifted is None:
+            ignored = self.options.get("ignore_index", _IGNORED)
+            shifted = nn.functional.pad(self.labels, (0, 1), value=ignored)[..., 1:]
+        return shifted
+
+    def answer(self, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> None:
+        """Work out the loss, as transformers' function does."""
+        items = self.options.get("num_items_in_batch")
+        loss = linear_cross_entropy(
+            hidden,
+            weight,
+            self.targets().to(hidden.device).reshape(hidden.shape[:-1]),
+            bias=bias,
+            ignore_index=self.options.get("ignore_index", _IGNORED),
+            reduction="mean" if items is None else "sum",
+            softcap=self.softcap,
+        )
+        if isinstance(items, Tensor):
+            items = items.to(loss.device)
+        self.loss = loss if items is None else loss / items
+
+
+class _Head(Replaced):
+    """The last linear layer.
+
+    Attributes:
+        request: what is wanted in place of logits.
+    """
+
+    by = ("linear_cross_entropy",)
+    request: _Request | None = None
+
+    def run(self, hidden: Tensor) -> Any:
+        request = self.request
+        module: Any = self.module
+        # Asked here, as fully_shard has whole weights within calls of their modules alone.
+        is_wanted = request is not None and request.loss is None
+        if request is None or not is_wanted or not are_ours(hidden, module.weight, module.bias):
+            return self.own(hidden)
+        request.answer(hidden, module.weight, module.bias)
+        return hidden.new_empty((*hidden.shape[:-1], 0))
+
+
+class _Loss:
+    """A model's loss function: the one that was asked for, or transformers' own.
+
+    Args:
+        head: of the model.
+        own: transformers' function.
+    """
+
+    def __init__(self, head: _Head, own: Any) -> None:
+        self.head, self.own = head, own
+
+    def __call__(self, logits: Tensor, labels: Tensor, *args: Any, **keywords: Any) -> Any:
+        """Return the loss."""
+        request = self.head.request
+        if request is None or request.loss is None:
+            return self.own(logits, labels, *args, **keywords)
+        return request.loss
+
+
+class _LanguageModel(Replaced):
+    """Args:
+    module: a model with a head.
+    head: what stands in the place of the head's forward.
+    softcap: of the logits.
+    """
+
+    by = ("linear_cross_entropy",)
+
+    def __init__(self, module: nn.Module, head: _Head, softcap: float) -> None:
+        super().__init__(module)
+        self.head, self.softcap = head, softcap
+
+    def run(self, *args: Any, **keywords: Any) -> Any:
+        labels = keywords.get("labels")
+        if labels is None or not self._wants_no_logits(keywords):
+            return self.own(*args, **keywords)
+        config: Any = self.module.config
+        as_tuple = keywords.pop("return_dict", None)
+        as_tuple = config.return_dict is False if as_tuple is None else not as_tuple
+        options = {name: keywords[name] for name in _READ if keywords.get(name) is not None}
+        request = self.head.request = _Request(labels, self.softcap, options)
+        try:
+            found = self.own(*args, **keywords, return_dict=True)
+        finally:
+            self.head.request = None
+        if request.loss is not None:
+            rest = {name: value for name, value in found.items() if name != "logits"}
+            found = type(found)(**rest)
+        return found.to_tuple() if as_tuple else found
+
+    def _wants_no_logits(self, keywords: dict[str, Any]) -> bool:
+        module: Any = self.module
+        if not module.training or vars(module).get(_OWN_LOSS) is None:
+            return False
+        kept = keywords.get("logits_to_keep", 0)
+        head = module.get_output_embeddings()
+        is_there = replaced_of(head) is self.head and is_in_place(head)
+        return is_there and type(kept) is int and kept == 0
+
+
+def loss_of(module: Any) -> Replaced | None:
+    """Return what replaces the forward of a language model; None: it is none.
+
+    Raises:
+        Unlike: it is one, and not one whose loss is known.
+    """
+    if not is_of_transformers(module) or not hasattr(module, "loss_function"):
+        return None
+    if "labels" not in inspect.signature(class_of(module).forward).parameters:
+        return None
+    check_forward(module)
+    own = module.loss_function
+    known = getattr(sys.modules.get(_LOSSES), "ForCausalLMLoss", None)
+    if own is not known or known is None or _OWN_LOSS in vars(module):
+        name = getattr(own, "__name__", type(own).__name__)
+        raise Unlike(f"its loss function is {name}, expected ForCausalLMLoss of transformers")
+    head = module.get_output_embeddings()
+    if head is None or class_of(head) is not nn.Linear:
+        found = type(head).__name__
+        raise Unlike(f"its head is {found}, expected torch.nn.Linear")
+    check_forward(head)
+    softcap = float(getattr(module.config, _CAP, None) or 0)
+    _check_loss(module, head, softcap)
+    return _LanguageModel(module, _Head(head), softcap)
+
+
+def is_head(replaced: Replaced) -> bool:
+    """Tell whether this replaces the head of a language model, which the model's forward names."""
+    return isinstance(replaced, _Head)
+
+
+def put_loss(replaced: Replaced) -> None:
+    """Put the forwards of a language model and of its head, and its loss function."""
+    assert isinstance(replaced, _LanguageModel)
+    model: Any = replaced.module
+    own = model.loss_function
+    put(replaced)
+    put(replaced.head)
+    setattr(model, _OWN_LOSS, _Loss(replaced.head, own))
+
+
+def take_out_loss(model: nn.Module) -> None:
+    """Undo `put_loss`, but for the forwards."""
+    if isinstance(vars(model).get(_OWN_LOSS), _Loss):
+        delattr(model, _OWN_LOSS)
+    replaced = replaced_of(model)
+    if isinstance(replaced, _LanguageModel):
+        take_out(replaced.head.module)
+
+
+class _Outputs(tuple[Tensor, ...]):
+    """What is below a head gives, in whatever class that is."""
+
+    def __getattr__(self, name: str) -> Tensor | None:
+        return self[0] if name == "last_hidden_state" else None
+
+
+class _Body(nn.Module):
+    """Stands in the place of what is below a head, and gives hidden states.
+
+    Args:
+        hidden: that it gives.
+    """
+
+    def __init__(self, hidden: Tensor) -> None:
+        super().__init__()
+        self.hidden = hidden
+
+    def forward(self, *args: Any, **keywords: Any) -> Any:
+        """Return the only output."""
+        return _Outputs((self.hidden,))
+
+
+def _check_loss(module: Any, head: Any, softcap: float) -> None:
+    """Refuse a model that does something else with small hidden states and a small head."""
+    config = module.config
+    classes = getattr(config, "vocab_size", None)
+    names = [name for name, child in module.named_children() if child is head]
+    kind: Any = class_of(module)
+    prefix = kind.base_model_prefix
+    if len(names) != 1 or type(classes) is not int or head.weight.shape[0] != classes:
+        raise Unlike("its head has another number of classes than its configuration")
+    hidden, weight, bias = samples((2, 3, 2), (classes, 2), (classes,))
+    body = _Body(hidden)
+    object.__setattr__(body, "decoder", body)  # that some call
+    small = nn.Linear(2, classes, bias=head.bias is not None, device="meta")
+    small.weight = nn.Parameter(weight)
+    if head.bias is not None:
+        small.bias = nn.Parameter(bias)
+    stub = stub_of(module, **{prefix: body, names[0]: small})
+    stub.config = copy(config)
+    if hasattr(config, _BALANCE):  # which is added to the loss, whatever that is
+        setattr(stub.config, _BALANCE, False)
+    labels = torch.tensor([[1, 0, 1], [0, 1, _IGNORED]])
+    request = _Request(labels, softcap, {})
+    forward = kind.forward
+    check_same(
+        "its forward",
+        lambda: forward(stub, input_ids=labels.clamp(min=0), labels=labels, return_dict=True).loss,
+        linear_cross_entropy_ref(
+            hidden, weight, request.targets(), bias=small.bias, softcap=softcap
+        ).detach(),
+    )
