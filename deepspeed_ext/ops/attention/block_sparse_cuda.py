@@ -5,9 +5,11 @@ take up to 64 MB; a row of blocks has at least its own. Gradients of keys and va
 of blocks in the same way, so that no two additions meet.
 """
 
+import functools
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import ParamSpec, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -16,6 +18,8 @@ from torch import Tensor
 _MOST_SCORES = 1 << 24
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 _LAYOUTS = (torch.bool, torch.uint8, torch.int32, torch.int64)
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
 
 
 @dataclass
@@ -193,6 +197,20 @@ def _product(weights: Tensor, values: Tensor) -> Tensor:
     return out.masked_fill(reached > 0, math.nan)
 
 
+def _without_autocast(function: Callable[_P, _R]) -> Callable[_P, _R]:
+    """Let products be of the floats that they are given."""
+
+    @functools.wraps(function)
+    def run(*args: _P.args, **options: _P.kwargs) -> _R:
+        first = args[0]
+        assert isinstance(first, Tensor)
+        with torch.autocast(first.device.type, enabled=False):
+            return function(*args, **options)
+
+    return run
+
+
+@_without_autocast
 def forward(
     q: Tensor,
     k: Tensor,
@@ -227,6 +245,7 @@ def forward(
     return tuple(t.flatten(2, 3)[:, :, :tokens].contiguous() for t in (out, lse))  # type: ignore
 
 
+@_without_autocast
 def backward(
     grad_out: Tensor,
     grad_lse: Tensor | None,

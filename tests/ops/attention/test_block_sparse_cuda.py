@@ -66,6 +66,13 @@ def test_what_is_left_out_does_not_matter() -> None:
     on_cpu.test_a_nan_in_what_nobody_sees("cpu")
 
 
+def test_under_autocast_nothing_is_cast() -> None:
+    call = Sparse((1, 2, 40, 8), 1, 16)
+    want = call.run()
+    with torch.autocast("cpu", BF16):
+        assert all(map(torch.equal, call.run(), want))
+
+
 @pytest.mark.parametrize("text", [text for text in REFUSED if not re.search("memory|spar", text)])
 def test_refuses_the_same(text: str) -> None:
     given = operands() | dict(scale=0.3) | REFUSED[text]
@@ -74,7 +81,8 @@ def test_refuses_the_same(text: str) -> None:
 
 
 def test_it_is_what_is_called_on_cuda(cuda: str) -> None:
-    out, _ = block_sparse_cuda.forward(**_given(cuda))
+    given = _given(cuda)
+    out, _ = block_sparse_cuda.forward(given.pop("q"), **given)
     given = {k: v for k, v in _given(cuda).items() if v is not None}
     assert torch.equal(block_sparse_attention(**given), out)
 
