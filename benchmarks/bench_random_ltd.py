@@ -59,7 +59,7 @@ def contenders(
 def moved(shape: Shape, kept: int, dtype: torch.dtype, calls: int = 1) -> list[Workload]:
     """There, back in place, and back as a new tensor."""
     sizes = " x ".join(f"{size:,}" for size in shape)
-    of_kept = 2 * kept / shape[1] * dtype.itemsize * calls
+    of_kept = 2 * kept * dtype.itemsize * calls // shape[1]
     passes = {"gather": of_kept, "scatter in place": of_kept, "scatter": 2 * dtype.itemsize * calls}
     name = f"{kept:,} tokens of {sizes}, {str(dtype).partition('.')[2]}"
     return [

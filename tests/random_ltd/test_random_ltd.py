@@ -204,6 +204,21 @@ def test_until_it_is_told_to_it_drops_nothing() -> None:
     assert torch.equal(copied(x), plain(x)) and not torch.equal(model(x), plain(x))
 
 
+def test_a_layer_can_be_compiled() -> None:
+    """In one graph, gradients too, with the same draw and bits, whatever is kept."""
+    layer = RandomLayerTokenDrop(nn.Linear(6, 6, dtype=F64)).train()
+    scheduler, x = RandomLTDScheduler(BLOCK), hidden()
+    layer.init_config(BLOCK, scheduler, 0)
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    for step in (0, 2, 6):
+        scheduler.update_seq(step)
+        found = []
+        for way in (compiled, layer):
+            torch.manual_seed(0)
+            found.append(gradients(layer, x, way(x)))
+        assert all(map(torch.equal, *found))
+
+
 def test_tokens_first() -> None:
     """Hidden states (tokens, samples, n), and a layer that returns more than these."""
 
