@@ -240,6 +240,12 @@ ROOMS = {  # inside of a package, likewise; its __init__ may import all
         ("ds_quantizer",),
     ),
     "ops/softmax_and_loss": (("cross_entropy", "softmax"),),
+    "ops/sparse_attention": (
+        ("sparsity_config", "tile_groups"),
+        ("matmul", "softmax", "sparse_self_attention"),
+        ("bert_sparse_self_attention",),
+        ("sparse_attention_utils",),
+    ),
     "op_builder": (
         ("errors", "log", "pipes", "spec", "trust"),
         ("lock", "registry", "toolchain"),
@@ -283,4 +289,7 @@ NATIVE_FLOORS = {  # what a family stands on, beside itself and common
     "attention/sparse": ("attention/cache",),
     "linear": ("quantization",),
 }
-FLOORS_OF_OPS = {"linear": ("elementwise", "moe", "quantization")}  # likewise in ops
+FLOORS_OF_OPS = {  # likewise in ops
+    "linear": ("elementwise", "moe", "quantization"),
+    "sparse_attention": ("attention", "softmax_and_loss"),
+}

@@ -391,9 +391,7 @@ class LocalSlidingWindowSparsityConfig(SparsityConfig):
     def _seen(self, blocks: int) -> Tensor:
         self._check_room(blocks, num_sliding_window_blocks=self.num_sliding_window_blocks)
         at = torch.arange(blocks, device="cpu")
-        return _joined(
-            _is_near(at, self.num_sliding_window_blocks), at < 0, self.attention, False
-        )
+        return _joined(_is_near(at, self.num_sliding_window_blocks), at < 0, self.attention, False)
 
 
 def _is_in(at: Tensor, first: Tensor, count: int) -> Tensor:
