@@ -135,7 +135,7 @@ ROOMS = {  # inside of a package, likewise; its __init__ may import all
     "config": (
         ("batch_sizes", "kinds"),
         ("block", "reading", "refusals"),
-        ("precision",),
+        ("precision", "sparse_attention"),
         ("tree",),
         ("walk",),
         ("classes", "config", "page"),

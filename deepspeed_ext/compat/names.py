@@ -21,6 +21,7 @@ _LOGS = {f"{_C}.conveniences": "log_dist logger"}
 _OFFLOAD = "DeepSpeedZeroOffloadOptimizerConfig DeepSpeedZeroOffloadParamConfig"
 _ZERO = {f"{_C}.zero": ALL}
 _ACTIVATIONS = {f"{_C}.activations": ALL}
+_SPARSE = "deepspeed_ext.ops.sparse_attention"
 
 # By the module of DeepSpeed's, '' for deepspeed itself: the names that it has, by where they are.
 HERE: Mapping[str, Mapping[str, str]] = {
@@ -53,6 +54,19 @@ HERE: Mapping[str, Mapping[str, str]] = {
     "ops.lamb": {"deepspeed_ext.optim": "FusedLamb"},
     "ops.lion": {"deepspeed_ext.optim": "DeepSpeedCPULion FusedLion"},
     "ops.op_builder": {"deepspeed_ext.op_builder": ALL},
+    "ops.sparse_attention": {_SPARSE: ALL},
+    "ops.sparse_attention.bert_sparse_self_attention": {_SPARSE: "BertSparseSelfAttention"},
+    "ops.sparse_attention.matmul": {_SPARSE: "MatMul"},
+    "ops.sparse_attention.softmax": {_SPARSE: "Softmax"},
+    "ops.sparse_attention.sparse_attention_utils": {_SPARSE: "SparseAttentionUtils"},
+    "ops.sparse_attention.sparse_self_attention": {_SPARSE: "SparseSelfAttention"},
+    "ops.sparse_attention.sparsity_config": {
+        _SPARSE: " ".join(
+            f"{pattern}SparsityConfig"
+            for pattern in ("", "BSLongformer", "BigBird", "Dense", "Fixed", "LocalSlidingWindow")
+        )
+        + " VariableSparsityConfig"
+    },
     "runtime": {},
     "runtime.activation_checkpointing": {},
     "runtime.activation_checkpointing.checkpointing": _ACTIVATIONS,
@@ -118,7 +132,6 @@ MODULES_NOT_HERE: Mapping[str, str] = {
     "moe.experts": "use deepspeed_ext.moe.Experts",
     "moe.mappings": _EXPERTS,
     "moe.sharded_moe": _EXPERTS,
-    "ops.sparse_attention": "use torch.nn.attention.flex_attention",
     "ops.transformer": _LAYERS,
     "ops.transformer.inference": _GENERATION,
     "pipe": _PIPELINE,

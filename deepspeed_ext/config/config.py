@@ -177,6 +177,7 @@ class Examined:
                 " bf16.bf16_master_weights_and_grads, expected one of them, as gradients are added"
                 " up in bfloat16 then"
             )
+        self._warn_of_other_patterns(config)
         zero = config.zero_optimization
         streamed = refusals.STREAMED
         if streamed.asks(zero.offload_param.device):
@@ -189,6 +190,17 @@ class Examined:
             else:
                 self.found.warnings.append(f"config: {path} acts nowhere: it is for stage 3")
         return problems
+
+    def _warn_of_other_patterns(self, config: Config) -> None:
+        block = config.sparse_attention
+        if block is None:
+            return
+        for name, info in type(block).model_fields.items():
+            if name not in block.acting and getattr(block, name) != info.default:
+                path = self.found.paths[f"{block.place}{name}"]
+                self.found.warnings.append(
+                    f"config: {path} acts nowhere: mode is {shown(block.mode)}"
+                )
 
     def _as_read(self, config: Config) -> dict[str, Any]:
         """Return what was given with the numbers and flags that were read."""

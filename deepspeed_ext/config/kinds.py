@@ -195,6 +195,15 @@ def _texts(value: object) -> list[str]:
     return [*dict.fromkeys(map(_text, given))]
 
 
+def _wholes(value: object) -> list[int]:
+    if not isinstance(value, list | tuple):
+        raise TypeError(type(value))
+    numbers = [number_of(each) for each in value]
+    if any(number != int(number) for number in numbers):
+        raise ValueError(value)
+    return [int(number) for number in numbers]
+
+
 _DTYPES = {
     **dict.fromkeys(("fp32", "float32"), "float32"),
     **dict.fromkeys(("fp16", "float16"), "float16"),
@@ -215,6 +224,7 @@ FLAG = Reader("true or false", _flag)
 SIZE = Reader("a number, 0 or more", _size)  # others compute fractions; none of these acts
 TEXT = Reader("a text that is not empty", _text)
 TEXTS = Reader("a list of texts that are not empty", _texts)
+WHOLES = Reader("a list of whole numbers", _wholes)
 ANY_TEXT = Reader("a text", lambda value: _text(value) if value != "" else "")
 DTYPE = Reader('"fp32", "fp16" or "bf16"', _dtype)
 ANYTHING = Reader("anything", lambda value: value)
