@@ -30,13 +30,13 @@ OLDER: dict[str, tuple[str, ...]] = {
     "QuantizerBuilder": ("ds_quantizer",),
     "ScaledMaskedSoftmaxBuilder": ("forward", "backward", "get_batch_per_block"),
     "ScaledUpperTrainglemaskedSoftmaxBuilder": ("forward", "backward"),
+    "SparseAttnBuilder": ("block_sparse_attention",),
     "SpatialInferenceBuilder": ("nhwc_bias_add",),
     "UtilsBuilder": ("flatten", "unflatten"),
 }
 COMING = {
     "MultiHeadAttnBuilder": "transformer",
     "RandomLTDBuilder": "random_ltd",
-    "SparseAttnBuilder": "sparse_attn",
     "StochasticTransformerBuilder": "transformer",
     "TransformerBuilder": "transformer",
 }

@@ -4,6 +4,7 @@ A check is one small call of an op, or a few, under the name of the op's row in 
 """
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -97,6 +98,14 @@ def _turning() -> dict[str, Tensor]:
     return dict(positions=positions, frequencies=ops.rope_frequencies(40))
 
 
+def _layout_and_mask(blocks: int) -> dict[str, Tensor]:
+    """Return a window with a first block that all see, and keys of which some are left out."""
+    layout = torch.ones(1, blocks, blocks, dtype=torch.bool).triu(-1)
+    layout[..., 0] = True
+    keys = torch.arange(140).view(2, 70) % 7 > 0
+    return dict(layout=layout, key_padding_mask=keys)
+
+
 def _norm_between(device: str) -> None:
     """Compare a norm that two linear layers do between them with the same in float64."""
     generator = torch.Generator().manual_seed(0)
@@ -172,6 +181,17 @@ softmax = _Check(
         dict(x=(2, 7, 40), mask=(7, 40)),
         dict(causal=True, softcap=3.0),
         lambda: dict(alibi_slopes=torch.tensor([0.5, 0.25])),
+    ),
+)
+block_sparse_attention = _Check(
+    "block_sparse_attention",
+    *(
+        _Call(
+            dict(q=(2, 4, 70, 20), k=(2, 2, 70, 20), v=(2, 2, 70, 20)),
+            dict(block=block, causal=True),
+            partial(_layout_and_mask, blocks),
+        )
+        for block, blocks in ((16, 5), (64, 2))
     ),
 )
 cross_entropy = _Check(

@@ -171,6 +171,7 @@ WITHOUT_CASE = {
     *(f"deepspeed_ext::moe_{op}" for op in ("route", "route_backward", "assign", "permute")),
     *(f"deepspeed_ext::moe_{op}" for op in ("unpermute", "unpermute_backward")),
     *(f"deepspeed_ext::grouped_linear{end}" for end in ("", ".few", "_backward")),
+    *(f"deepspeed_ext::block_sparse_attention{end}" for end in ("", "_backward")),
     "deepspeed_ext::grouped_quantized_products",
     "deepspeed_ext::skinny_linear",
     "deepspeed_ext::skinny_linear_norm",

@@ -13,6 +13,7 @@ from operator import itemgetter
 
 import pytest
 import softmax_cases
+import sparse_cases
 import test_cross_entropy
 import test_grouped_few_rows
 import test_moe_contract
@@ -42,6 +43,7 @@ def digest_of(case: Case, device: str = "cpu") -> str:
 
 MODULES = (  # with digests of their own, for ops that take more than a case has
     softmax_cases,
+    sparse_cases,
     test_cross_entropy,
     test_moe_contract,
     test_grouped_few_rows,

@@ -104,6 +104,18 @@ def others() -> None:
     raw.rms_norm.residual(gate, x, vector, vector, vector, **options, needs_sum=True)
 
 
+def sparse() -> None:
+    """Call attention to the blocks of a layout."""
+    q, k, v = (torch.randn(1, heads, 20, 3, requires_grad=True) for heads in (2, 1, 1))
+    layout = torch.tensor([[[1, 0], [1, 1]]])
+    masks = dict(attn_mask=torch.randn(20, 20), rpe=torch.randn(2, 20, 20))
+    masks["key_padding_mask"] = torch.randn(1, 20)
+    ops.block_sparse_attention(q, k, v, layout, 16, **masks).sum().backward()
+    raw = torch.ops.deepspeed_ext.block_sparse_attention
+    out, lse = raw(q, k, v, layout, None, None, None, block=16, scale=0.5, causal=True)
+    (out.sum() + lse.sum()).backward()
+
+
 def experts() -> None:
     """Call what moves tokens to their experts, with a choice that no small change changes."""
     logits = torch.linspace(-1, 1, 24)[torch.arange(24) * 7 % 24].view(6, 4).requires_grad_()
@@ -121,6 +133,7 @@ def experts() -> None:
 def make_all() -> None:
     """Call all of these."""
     others()
+    sparse()
     experts()
     for bits in (4, 8):
         linear(bits)
@@ -377,6 +390,10 @@ NUMBERS: dict[str, Callable[..., Any]] = {
     "layer_norm eps": lambda n: ops.layer_norm(X, eps=n),
     "rope scale": lambda n: ops.rope(Q, None, TARGET, torch.ones(8), scale=n),
     "rope_ scale": lambda n: ops.rope_(Q.clone(), None, TARGET, torch.ones(8), scale=n),
+    "block_sparse_attention scale":
+        lambda n: ops.block_sparse_attention(
+            *[Q[None]] * 3, torch.ones(1, 1, 1).long(), 16, scale=n
+        ),
     "skinny_linear_norm weight_offset":
         lambda n: ops.skinny_linear_norm(
             X, Q.view(6, 16)[[0] * 8], norm=NextNorm(X[0, :8], weight_offset=n)
