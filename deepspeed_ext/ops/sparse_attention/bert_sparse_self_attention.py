@@ -55,7 +55,8 @@ class BertSparseSelfAttention(nn.Module):
     def transpose_for_scores(self, x: Tensor) -> Tensor:
         """Return (batch, tokens, size) as (batch, heads, tokens, head_dim)."""
         heads = self.num_attention_heads, self.attention_head_size
-        return x.unflatten(-1, heads).transpose(1, 2)
+        out: Tensor = x.unflatten(-1, heads).transpose(1, 2)
+        return out
 
     def forward(self, hidden_states: Tensor, attention_mask: Tensor | None = None) -> Tensor:
         """Return the context of each token, (batch, tokens, size).

@@ -114,8 +114,8 @@ class Softmax:
         if not fits:
             raise ValueError(f"Softmax: {name} has shape {shape}, expected {want}")
         mask = mask.expand(-1, index.heads, index.rows * size, keys)
-        blocks: Tensor = mask.unflatten(3, (index.columns, size))  # type: ignore[no-untyped-call]
-        return blocks.unflatten(2, (index.rows, size))  # type: ignore[no-any-return, no-untyped-call]
+        blocks: Tensor = mask.unflatten(3, (index.columns, size)).unflatten(2, (index.rows, size))
+        return blocks
 
 
 class _TileSoftmax(torch.autograd.Function):
@@ -152,7 +152,8 @@ def _rows(x: Tensor, group: TileGroup) -> Tensor:
 
 def _tiles(rows: Tensor, block: int) -> Tensor:
     """Return rows of a group as its tiles, (batch, lines x size, block, block)."""
-    return rows.unflatten(3, (-1, block)).transpose(2, 3).flatten(1, 2)
+    tiles: Tensor = rows.unflatten(3, (-1, block)).transpose(2, 3).flatten(1, 2)
+    return tiles
 
 
 def _mask_of(masks: list[Tensor], group: TileGroup, tiles: Tiles) -> Tensor | None:

@@ -260,7 +260,8 @@ def _instead_of(
 ) -> BertSparseSelfAttention:
     block = 16 if sparsity_config is None else sparsity_config.block
     makers = {each.__module__.partition(".")[0] for each in type(before).__mro__}
-    kind = _OfTransformers if "transformers" in makers else BertSparseSelfAttention
+    is_called_so = "transformers" in makers or isinstance(before, _OfTransformers)
+    kind = _OfTransformers if is_called_so else BertSparseSelfAttention
     with torch.device("meta"):  # its own layers go
         after = kind(config, sparsity_config, -(-tokens // block) * block)
     attention = after.sparse_self_attention
