@@ -22,7 +22,7 @@ default_role = "code"  # one pair of backticks, as in Markdown
 _TREE = {
     "Use": [
         *("docs/optimizers", "docs/offload", "docs/zero", "docs/engine", "docs/config"),
-        *("docs/moe", "docs/compat", "docs/io"),
+        *("docs/moe", "docs/sparse-attention", "docs/compat", "docs/io"),
         *(
             "docs/quantization",
             "docs/inference",

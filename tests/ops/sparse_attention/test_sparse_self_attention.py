@@ -183,13 +183,15 @@ def test_a_dense_pattern_in_a_model_changes_nothing(implementation: str) -> None
     ids = torch.randint(50, (2, 60), generator=torch.Generator().manual_seed(0))
     mask = torch.ones_like(ids)
     mask[0, 40:] = 0
-    before = [model(ids).logits, model(ids, attention_mask=mask).logits]
+    of_keys = mask[:, None, None].bool()  # of which transformers makes no larger one
+    before = [model(ids).logits, *[model(ids, attention_mask=mask).logits] * 2]
     weights = dict(model.named_parameters())
     for _ in range(2):  # one that was replaced is replaced by another as well
         assert replace(model, 60, DenseSparsityConfig(4)) is model
     for name, weight in model.named_parameters():
         assert weight is weights[name]
-    for got, want in zip([model(ids), model(ids, attention_mask=mask)], before, strict=True):
+    after = [model(ids), model(ids, attention_mask=mask), model(ids, attention_mask=of_keys)]
+    for got, want in zip(after, before, strict=True):
         torch.testing.assert_close(got.logits[mask.bool()], want[mask.bool()], rtol=1e-4, atol=1e-5)
     replace(model, 64, FixedSparsityConfig(4, num_local_blocks=2))
     assert not torch.allclose(model(ids).logits, before[0], rtol=1e-2)
