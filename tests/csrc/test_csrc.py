@@ -55,6 +55,7 @@ PROGRAMS = {  # with the sources that each is linked with; an op library stands 
         *("cpu_bias_activation", "cpu_gated_activation", "cpu_nhwc_bias_add"),
     ],
     "rope": [ISA, "attention/cache/rope_cpu.cpp"],
+    "block_sparse": [ISA, "attention/sparse/block_sparse_cpu.cpp"],
     "moe": [ISA, "moe/route_cpu.cpp", "moe/assign_cpu.cpp", "moe/permute_cpu.cpp"],
     "skinny_linear": [ISA, "linear/skinny_linear_cpu.cpp"],
     "quantized_linear_w4": [ISA, "cpu_quantized_linear_w4"],

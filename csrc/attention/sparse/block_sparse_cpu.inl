@@ -266,20 +266,20 @@ inline bool backward_of_row_strip(const BlockSparseBackward& call, const Strip<t
   Walk<true> walk(forward, strip);
   Others keys;
   Tile tile, grads;
-  Copies copies;
+  Copies copies_of_k, copies_of_v;
+  FloatRows k[kPanels];
   while (walk.next(keys)) {
     for (int i = 0; i < keys.used; ++i) {
       const Others::Piece& piece = keys.pieces[i];
-      const FloatRows k = rows_of(forward.k, strip.batch, kv_head, piece, width, copies);
-      multiply_tile(q, strip.panels, k, piece.count, width, tile, piece.first);
-      const FloatRows v = rows_of(forward.v, strip.batch, kv_head, piece, width, copies);
+      k[i] = rows_of(forward.k, strip.batch, kv_head, piece, width, copies_of_k);
+      const FloatRows v = rows_of(forward.v, strip.batch, kv_head, piece, width, copies_of_v);
+      multiply_tile(q, strip.panels, k[i], piece.count, width, tile, piece.first);
       multiply_tile(grad_out, strip.panels, v, piece.count, width, grads, piece.first);
     }
     weigh_backward(forward, strip, keys, rows, tile, grads);
     for (int i = 0; i < keys.used; ++i) {
       const Others::Piece& piece = keys.pieces[i];
-      const FloatRows k = rows_of(forward.k, strip.batch, kv_head, piece, width, copies);
-      add_tile<kSafe>(grad_q, strip.panels, k, piece.count, width, grads, piece.first);
+      add_tile<kSafe>(grad_q, strip.panels, k[i], piece.count, width, grads, piece.first);
     }
   }
   const Scale scale(forward.scale);

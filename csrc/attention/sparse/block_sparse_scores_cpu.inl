@@ -86,32 +86,44 @@ class Walk {
   int parts_;           // of a block
 };
 
-inline float mask_number(const ScoreMask& mask, int64_t place) {
-  if (mask.kind == ScoreMask::Kind::takes_part) {
-    return static_cast<const uint8_t*>(mask.data)[place] != 0 ? 0.0f : -INFINITY;
+// What a mask that is stored like this adds to the scores of `count` lanes.
+template <class T>
+inline Vec gather_mask(const T* place, int64_t of_lane, int count) {
+  float numbers[Vec::size] = {};
+  for (int i = 0; i < count; ++i) {
+    if constexpr (sizeof(T) == 1) {
+      numbers[i] = place[i * of_lane] != 0 ? 0.0f : -INFINITY;
+    } else {
+      numbers[i] = to_float(place[i * of_lane]);
+    }
   }
-  switch (mask.dtype) {
-    case Dtype::bfloat16: return to_float(static_cast<const BFloat16*>(mask.data)[place]);
-    case Dtype::float16: return to_float(static_cast<const Half*>(mask.data)[place]);
-    case Dtype::float32: return static_cast<const float*>(mask.data)[place];
+  return of_lane == 0 ? Vec(numbers[0]) : Vec::load(numbers, Vec::size);
+}
+
+template <class T>
+inline Vec mask_of_type(const ScoreMask& mask, int64_t place, int64_t of_lane, int count) {
+  const T* data = static_cast<const T*>(mask.data) + place;
+  if (of_lane != 1) return gather_mask(data, of_lane, of_lane == 0 ? 1 : count);
+  if constexpr (sizeof(T) == 1) {
+    // As the lowest bits of a float: below 2^23 its only arithmetic is to be compared.
+    const Vec bytes = float_of(Ints::load(data, count) + Ints(0x4b000000u));
+    return select(bytes == Vec(0x1p23f), Vec(-INFINITY), Vec(0.0f));
+  } else {
+    return Vec::load(data, count);
   }
-  __builtin_unreachable();
 }
 
 // What a mask adds to the scores of `count` lanes; -inf leaves out.
 inline Vec mask_numbers(const ScoreMask& mask, int64_t place, int64_t of_lane, int count) {
-  if (of_lane == 0) return Vec(mask_number(mask, place));
-  if (of_lane != 1) {
-    float numbers[Vec::size] = {};
-    for (int i = 0; i < count; ++i) numbers[i] = mask_number(mask, place + i * of_lane);
-    return Vec::load(numbers, Vec::size);
+  if (mask.kind == ScoreMask::Kind::takes_part) {
+    return mask_of_type<uint8_t>(mask, place, of_lane, count);
   }
-  if (mask.kind == ScoreMask::Kind::added) {
-    return Vec::load(Pointer<Any>{const_cast<void*>(mask.data), mask.dtype} + place, count);
+  switch (mask.dtype) {
+    case Dtype::bfloat16: return mask_of_type<BFloat16>(mask, place, of_lane, count);
+    case Dtype::float16: return mask_of_type<Half>(mask, place, of_lane, count);
+    case Dtype::float32: return mask_of_type<float>(mask, place, of_lane, count);
   }
-  // As the lowest bits of a float: below 2^23 its only arithmetic is to be compared.
-  const Ints bytes = Ints::load(static_cast<const uint8_t*>(mask.data) + place, count);
-  return select(float_of(bytes + Ints(0x4b000000u)) == Vec(0x1p23f), Vec(-INFINITY), Vec(0.0f));
+  __builtin_unreachable();
 }
 
 // Scores from products: of other number `o` of a tile with the lanes from this one on.

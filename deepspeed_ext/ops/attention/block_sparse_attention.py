@@ -105,10 +105,10 @@ def block_sparse_attention(
 
     On the CPU a token has the same bits in any batch and with any other heads, with any number of
     threads and any instruction set; gradients too. Arithmetic is in float32. On CUDA torch's
-    batched products do it today, some rows of blocks at a time: right, without an array of all
-    scores, but not fast, with as many scores in memory as 64 MB hold or one row of blocks has; a
-    graph cannot capture it, as the host looks at the layout, and an infinite value that is seen is
-    NaN in results. A kernel comes.
+    batched products do it today, some rows of blocks at a time: right, but not fast. There, a few
+    arrays have up to 64 MB each, or what one row of blocks sees; float32 gradients of k and v are
+    in memory for each head of q; a graph cannot capture it, as the host looks at the layout; and
+    a result or a gradient that an infinite value has a part in is NaN. A kernel comes.
 
     Args:
         q: (batch, heads, tokens, head_dim), float32, bfloat16 or float16, on the CPU or on CUDA,
