@@ -135,7 +135,7 @@ class SparseSelfAttention(nn.Module):
             query,
             key,
             value,
-            self.get_layout(query.shape[2]),
+            self.get_layout(query.shape[2]).to(query.device),  # of a module that was not moved
             self.sparsity_config.block,
             causal=self.causal,
             key_padding_mask=_as_op_takes(key_padding_mask, self.key_padding_mask_mode),
