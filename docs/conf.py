@@ -22,7 +22,8 @@ default_role = "code"  # one pair of backticks, as in Markdown
 _TREE = {
     "Use": [
         *("docs/optimizers", "docs/offload", "docs/zero", "docs/engine", "docs/config"),
-        *("docs/moe", "docs/layers", "docs/random-ltd", "docs/patch", "docs/compat", "docs/io"),
+        *("docs/moe", "docs/layers", "docs/sparse-attention", "docs/random-ltd", "docs/patch"),
+        *("docs/compat", "docs/io"),
         *(
             "docs/quantization",
             "docs/inference",

@@ -141,7 +141,7 @@ ROOMS = {  # inside of a package, likewise; its __init__ may import all
     "config": (
         ("batch_sizes", "kinds"),
         ("block", "reading", "refusals"),
-        ("data_efficiency", "precision"),
+        ("data_efficiency", "precision", "sparse_attention"),
         ("tree",),
         ("walk",),
         ("classes", "config", "page"),
@@ -259,6 +259,12 @@ ROOMS = {  # inside of a package, likewise; its __init__ may import all
         ("dropping_utils",),
     ),
     "ops/softmax_and_loss": (("cross_entropy", "softmax"),),
+    "ops/sparse_attention": (
+        ("sparsity_config", "tile_groups"),
+        ("matmul", "softmax", "sparse_self_attention"),
+        ("bert_sparse_self_attention",),
+        ("sparse_attention_utils",),
+    ),
     "ops/transformer": (
         ("attention", "config", "layer_norm", "saving", "scale_mask_softmax"),
         ("layer", "multi_head_attention"),
@@ -308,5 +314,6 @@ NATIVE_FLOORS = {  # what a family stands on, beside itself and common
 }
 FLOORS_OF_OPS = {  # likewise in ops
     "linear": ("elementwise", "moe", "quantization", "softmax_and_loss"),
+    "sparse_attention": ("attention", "softmax_and_loss"),
     "transformer": ("elementwise", "norm", "softmax_and_loss"),
 }

@@ -25,6 +25,7 @@ _OFFLOAD = "DeepSpeedZeroOffloadOptimizerConfig DeepSpeedZeroOffloadParamConfig"
 _ZERO = {f"{_C}.zero": ALL}
 _LAYER = "DeepSpeedTransformerConfig DeepSpeedTransformerLayer"
 _ACTIVATIONS = {f"{_C}.activations": ALL}
+_SPARSE = "deepspeed_ext.ops.sparse_attention"
 
 # By the module of DeepSpeed's, '' for deepspeed itself: the names that it has, by where they are.
 HERE: Mapping[str, Mapping[str, str]] = {
@@ -60,6 +61,19 @@ HERE: Mapping[str, Mapping[str, str]] = {
     "ops.op_builder": {"deepspeed_ext.op_builder": ALL},
     "ops.random_ltd": _DROPPED,
     "ops.random_ltd.dropping_utils": _DROPPED,
+    "ops.sparse_attention": {_SPARSE: ALL},
+    "ops.sparse_attention.bert_sparse_self_attention": {_SPARSE: "BertSparseSelfAttention"},
+    "ops.sparse_attention.matmul": {_SPARSE: "MatMul"},
+    "ops.sparse_attention.softmax": {_SPARSE: "Softmax"},
+    "ops.sparse_attention.sparse_attention_utils": {_SPARSE: "SparseAttentionUtils"},
+    "ops.sparse_attention.sparse_self_attention": {_SPARSE: "SparseSelfAttention"},
+    "ops.sparse_attention.sparsity_config": {
+        _SPARSE: " ".join(
+            f"{pattern}SparsityConfig"
+            for pattern in ("", "BSLongformer", "BigBird", "Dense", "Fixed", "LocalSlidingWindow")
+        )
+        + " VariableSparsityConfig"
+    },
     "ops.transformer": {"deepspeed_ext.ops": _LAYER},
     "ops.transformer.transformer": {"deepspeed_ext.ops": _LAYER},
     "runtime": {},
@@ -138,7 +152,6 @@ MODULES_NOT_HERE: Mapping[str, str] = {
     "moe.experts": "use deepspeed_ext.moe.Experts",
     "moe.mappings": _EXPERTS,
     "moe.sharded_moe": _EXPERTS,
-    "ops.sparse_attention": "use torch.nn.attention.flex_attention",
     "ops.transformer.inference": _GENERATION,
     "pipe": _PIPELINE,
     "profiling": "use torch.utils.flop_counter",

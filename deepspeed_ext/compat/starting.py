@@ -117,6 +117,8 @@ def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentPa
 class DeepSpeedConfig:
     """A config that was read, with the three batch sizes; its other keys are attributes.
 
+    `sparse_attention` is None, or a dict of `mode` and the arguments of that SparsityConfig.
+
     Args:
         config: a dict, the path of a JSON file, or base64.
         mpu: taken for code that passes it.
@@ -134,6 +136,8 @@ class DeepSpeedConfig:
         self.zero_config = self._config.zero_optimization
         self.zero_optimization_stage = self.zero_config.stage
         self.zero_enabled = self.zero_config.stage > 0
+        pattern = self._config.sparse_attention
+        self.sparse_attention = None if pattern is None else pattern.as_dict()
 
     def __getattr__(self, name: str) -> Any:
         if name == "_config":

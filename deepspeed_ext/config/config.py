@@ -178,6 +178,7 @@ class Examined:
                 " up in bfloat16 then"
             )
         problems += self._of_random_ltd(config)
+        self._warn_of_other_patterns(config)
         zero = config.zero_optimization
         streamed = refusals.STREAMED
         if streamed.asks(zero.offload_param.device):
@@ -205,6 +206,17 @@ class Examined:
             f"config: {path} is missing, expected a value beside enabled true"
             for path in block.missing()
         ]
+
+    def _warn_of_other_patterns(self, config: Config) -> None:
+        block = config.sparse_attention
+        if block is None:
+            return
+        for name, info in type(block).model_fields.items():
+            if name not in block.acting and getattr(block, name) != info.default:
+                path = self.found.paths[f"{block.place}{name}"]
+                self.found.warnings.append(
+                    f"config: {path} acts nowhere: mode is {shown(block.mode)}"
+                )
 
     def _as_read(self, config: Config) -> dict[str, Any]:
         """Return what was given with the numbers and flags that were read."""

@@ -195,14 +195,21 @@ def _texts(value: object) -> list[str]:
     return [*dict.fromkeys(map(_text, given))]
 
 
-def _numbers(value: object) -> tuple[int, ...]:
-    """Return whole numbers, each once."""
+def _wholes(value: object) -> list[int]:
     if not isinstance(value, list | tuple):
         raise TypeError(type(value))
-    read = [whole(0).convert(each) for each in value]
-    if len({*read}) < len(read):
+    numbers = [number_of(each) for each in value]
+    if any(number != int(number) for number in numbers):
         raise ValueError(value)
-    return tuple(int(str(each)) for each in read)
+    return [int(number) for number in numbers]
+
+
+def _numbers(value: object) -> tuple[int, ...]:
+    """Return whole numbers, each once."""
+    read = _wholes(value)
+    if min(read, default=0) < 0 or len({*read}) < len(read):
+        raise ValueError(value)
+    return tuple(read)
 
 
 _DTYPES = {
@@ -225,6 +232,7 @@ FLAG = Reader("true or false", _flag)
 SIZE = Reader("a number, 0 or more", _size)  # others compute fractions; none of these acts
 TEXT = Reader("a text that is not empty", _text)
 TEXTS = Reader("a list of texts that are not empty", _texts)
+WHOLES = Reader("a list of whole numbers", _wholes)
 ANY_TEXT = Reader("a text", lambda value: _text(value) if value != "" else "")
 NUMBERS = Reader("a list of different whole numbers, 0 or more", _numbers)
 DTYPE = Reader('"fp32", "fp16" or "bf16"', _dtype)

@@ -153,7 +153,6 @@ REFUSALS = (
         "quantize after training by deepspeed_ext.quantization",
     ),
     _block("quantize_training", "quantize after training by deepspeed_ext.quantization"),
-    _unfit("sparse_attention", "use torch.nn.attention.flex_attention in the model"),
     Refusal("tensor_parallel", _splits_tensors, "autotp_size 0 or 1", _TENSOR),
     Refusal("sequence_parallel_size", _is_other_than(1), "1", _TENSOR),
     _unfit("seq_parallel_communication_data_type", "use communication_data_type"),

@@ -29,6 +29,7 @@ from deepspeed_ext.config.kinds import (
     whole,
 )
 from deepspeed_ext.config.precision import Bf16, Fp16
+from deepspeed_ext.config.sparse_attention import SparseAttention
 
 PARAMS = Reader("an object", FrozenMapping)
 
@@ -406,6 +407,9 @@ class Root(Block):
     csv_monitor: Annotated[CsvMonitor, does("metrics in files")] = CsvMonitor()
     wandb: Annotated[Wandb, does("metrics in Weights & Biases")] = Wandb()
     data_efficiency: Annotated[DataEfficiency, does("fewer tokens")] = DataEfficiency()
+    sparse_attention: Annotated[
+        SparseAttention | None, does("a pattern, for the model to ask for")
+    ] = None
 
     zero_allow_untested_optimizer: Annotated[bool, FLAG, so_anyway(_ANY_OPTIMIZER)] = False
     zero_force_ds_cpu_optimizer: Annotated[bool, FLAG, so_anyway(_ANY_OPTIMIZER)] = True
