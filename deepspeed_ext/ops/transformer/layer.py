@@ -35,8 +35,7 @@ class DeepSpeedTransformerLayer(nn.Module):
     attention on CUDA drops by torch's own generator.
 
     Args:
-        config: what the layer is made by; a copy of its values is kept by nobody, so it is not to
-            be changed afterwards.
+        config: what the layer is made by. Its flags and rates are read at each call.
         initial_weights: None, or 8 tensors: of q, k, v and the attention's output, its norm, the
             feed-forward part's two, its norm. They are copied.
         initial_biases: None, or the same of biases.
