@@ -6,6 +6,7 @@ from typing import Any
 from torch import nn
 
 from deepspeed_ext.random_ltd.layer import RandomLayerTokenDrop
+from deepspeed_ext.torch_internals.modules import modules_of
 
 _INSIDE = "random_ltd_layer"
 
@@ -49,9 +50,10 @@ def _convert(module: nn.Module, kind: Any, made: dict[nn.Module, RandomLayerToke
                 made[child] = RandomLayerTokenDrop(child).train(child.training)
         else:
             _convert(child, kind, made)
-    for name, found in [*module._modules.items()]:  # also a layer that has two names
+    parts = modules_of(module)
+    for name, found in [*parts.items()]:  # also a layer that has two names
         if found is not None and found in made:
-            module._modules[name] = made[found]
+            parts[name] = made[found]
 
 
 def save_without_random_ltd(model: nn.Module) -> dict[str, Any]:
