@@ -11,8 +11,8 @@ import pytest
 import warm_python
 
 SLOWEST = 40
-LONG_SHARES, CASE_SHARES = 64, 10
-FEW_CASES = 8  # of one test, which all run
+LONG_SHARES = 64
+CASE_SHARES = {9: 16, 3: 2}  # by how many cases a test has at least; with fewer it runs all
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -40,7 +40,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     def shares(item: pytest.Item) -> int:
         if item.get_closest_marker("long"):
             return LONG_SHARES
-        return CASE_SHARES if cases[_test_of(item)] > FEW_CASES else 1
+        count = cases[_test_of(item)]
+        return next((shares for least, shares in CASE_SHARES.items() if count >= least), 1)
 
     left_out = [item for item in items if (crc32(item.nodeid.encode()) - number) % shares(item)]
     config.hook.pytest_deselected(items=left_out)

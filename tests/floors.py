@@ -301,7 +301,7 @@ ROOMS = {  # inside of a package, likewise; its __init__ may import all
         ("expert_load", "gpt", "optimizers", "text"),
         ("run_folder",),
         ("gpt_engine", "trainer"),
-        ("compare", "compare_states", "options"),
+        ("compare", "compare_layers", "compare_states", "options"),
         ("search_docs", "sharded"),
         ("perplexity", "train_gpt"),
     ),

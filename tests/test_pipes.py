@@ -17,6 +17,7 @@ PROGRAMS = [
     ["deepspeed_ext.zero", "--help"],
     ["deepspeed_ext.inference", "--help"],
     ["examples.train_gpt", "--help"],
+    ["examples.compare_layers", "--help"],
     ["examples.compare_states", "--help"],
     ["examples.search_docs", "--help"],
 ]
