@@ -138,7 +138,7 @@ def dropping(model: Bert, steps: int) -> RandomLTDScheduler:
     scheduler = RandomLTDScheduler(config)
     convert_to_random_ltd(model, Layer)
     for number, layer in enumerate([*model.layers][1:-1]):
-        layer.init_config(config, scheduler, number)  # type: ignore[operator]
+        layer.init_config(config, scheduler, number)
     return scheduler
 
 
@@ -153,11 +153,11 @@ def validate(model: Bert, text: Text) -> float:
     """Return the loss on text that was not trained on, the same each time."""
     model.eval()
     losses = [
-        model(batch(text.validation, SAMPLES, CONTEXT, seed)[0], hidden_at(seed)).item()
+        model(batch(text.validation, SAMPLES, CONTEXT, seed)[0], hidden_at(seed))
         for seed in range(8)
     ]
     model.train()
-    return sum(losses) / len(losses)
+    return float(torch.stack(losses).mean())
 
 
 def train(name: str, kind: Kind, steps: int, seed: int, text: Text) -> Curve:

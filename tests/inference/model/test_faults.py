@@ -402,7 +402,7 @@ def test_a_file_that_is_cut_while_it_is_read(
     with monkeypatch.context() as patch:
         patch.setattr(Shards, "load", then_cut)
         # Whoever opens it next finds that, or who reads it already.
-        with pytest.raises((ValueError, OSError), match="it was cut short|the file ends at"):
+        with pytest.raises((ValueError, OSError), match=r"it was cut short|the file ends at"):
             init_inference(tmp_path)
     assert descriptors() == before
     assert not [thread for thread in threading.enumerate() if "folder" in thread.name]
