@@ -134,7 +134,8 @@ def test_a_killed_builder_leaves_no_hang_and_no_broken_library(
     library = Path(results[0][1].split()[1])
     assert tiny.wanted.fits(library)
     assert ctypes.CDLL(str(library)).tiny_answer() == 42
-    assert len(list(tiny.cache.glob("**/tiny.so"))) == 1
+    # A linker outlives who began it, and may write once more into a folder of the dead one.
+    assert len([*tiny.cache.glob("tiny-*[0-9a-f]/tiny.so")]) == 1
 
 
 def test_the_next_builder_removes_what_a_killed_one_left(tiny: Tiny) -> None:
