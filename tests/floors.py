@@ -81,6 +81,7 @@ ROOMS = {  # inside of a package, likewise; its __init__ may import all
         ("bucket",),
         ("bucket_states", "verdict"),
         ("tiers",),
+        ("activations",),
         ("pipeline", "state_intake"),
         ("disk", "memory_estimate", "state_of_params"),
         ("optimizer",),
@@ -101,6 +102,14 @@ ROOMS = {  # inside of a package, likewise; its __init__ may import all
         ("patching",),
     ),
     "random_ltd": (("scheduler",), ("layer",), ("convert",)),
+    "offload/activations": (
+        ("disk", "forms", "host"),
+        ("kept",),
+        ("ahead",),
+        ("packing",),
+        ("saved_tensors",),
+        ("checkpointing",),
+    ),
     "offload/tiers": (
         ("prompt_switches", "records"),
         ("disk_state", "stream"),

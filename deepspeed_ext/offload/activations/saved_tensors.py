@@ -1,0 +1,111 @@
+"""saved_tensors: what autograd saves is kept in host memory or on disk until backward wants it."""
+
+import os
+from typing import Any
+
+from torch.autograd.graph import saved_tensors_hooks
+
+from deepspeed_ext.offload.activations.disk import DiskPlace
+from deepspeed_ext.offload.activations.host import HostPlace
+from deepspeed_ext.offload.activations.kept import Place
+from deepspeed_ext.offload.activations.packing import Packing
+from deepspeed_ext.offload.tiers.room import bytes_in
+
+_DEVICES = ("cpu", "nvme")
+
+
+class SavedTensors:
+    """A context in which what autograd saves leaves its device; see `saved_tensors`."""
+
+    def __init__(
+        self,
+        device: str,
+        *,
+        nvme_path: str | os.PathLike[str] | None,
+        budget: int | str | None,
+        min_bytes: int | str,
+    ) -> None:
+        name = "saved_tensors"
+        if device not in _DEVICES:
+            raise ValueError(f"{name}: device is {device!r}, expected one of {', '.join(_DEVICES)}")
+        if (device == "nvme") != (nvme_path is not None):
+            expected = "a folder on the disk" if device == "nvme" else f"None with {device!r}"
+            raise ValueError(f"{name}: nvme_path is {nvme_path!r}, expected {expected}")
+        most = bytes_in(f"{name}: budget", budget)
+        least = bytes_in(f"{name}: min_bytes", min_bytes)
+        for what, number in (("budget", most), ("min_bytes", least)):
+            if number is not None and number < 0:
+                raise ValueError(f"{name}: {what} is {number}, expected 0 bytes or more")
+        if least is None:
+            raise ValueError(f"{name}: min_bytes is None, expected bytes, as 1048576 or '1MiB'")
+        self.device = device
+        self._settings = {"nvme_path": nvme_path, "budget": budget, "min_bytes": min_bytes}
+        place: Place = HostPlace() if nvme_path is None else DiskPlace(nvme_path, most)
+        self._packing = Packing(place, most, least)
+        self._hooks = saved_tensors_hooks(self._packing.pack, self._packing.unpack)
+
+    def __enter__(self) -> "SavedTensors":
+        self._hooks.__enter__()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._hooks.__exit__()
+
+    def stats(self) -> dict[str, int]:
+        """Return what was done so far.
+
+        Returns:
+            `bytes` that are kept away now, and the `peak` of that; `bytes_out` that have left in
+            all; `stayed` bytes for which the budget had no room; how many storages came back
+            `ahead` of backward, and how many `on_demand`.
+        """
+        return self._packing.stats()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _made_anew, (self.device, self._settings)
+
+
+def saved_tensors(
+    device: str = "cpu",
+    *,
+    nvme_path: str | os.PathLike[str] | None = None,
+    budget: int | str | None = None,
+    min_bytes: int | str = 1 << 20,
+) -> SavedTensors:
+    """Return a context in which what autograd saves leaves for host memory or a disk.
+
+    Backward brings it back, ahead of time and in the reverse order. Gradients are the same, bit for
+    bit. Enter it around forward, as often as you like and in any thread: its memory is used again.
+    A storage leaves once, whatever views of it are saved, and tensors come back with the shapes and
+    strides that they had. Parameters and leaves that get gradients stay, with their views, and so
+    do DTensors and other subclasses, and sparse tensors. A tensor that is written after it was
+    saved is an error in backward, as it is without this. Like autograd itself, nothing here sees
+    writes that count no version (`.data`, kernels of others); a storage that is saved twice with
+    one between has what it had at the first.
+
+    What is kept away belongs to the graph: it goes with it, and stays for another backward if that
+    was asked to retain it. On CUDA copies are made on a stream of their own between pinned
+    memory and the device, and the host never waits. A disk is written and read beside the device,
+    and the host waits where it must.
+
+    Args:
+        device: where it goes: "cpu", host memory; "nvme", a file without a name on a disk.
+        nvme_path: a folder on that disk.
+        budget: most bytes that are away at a time, as a number or as "2GiB"; what is saved beyond
+            them stays, and comes first in backward. With a budget forward waits for no copy: give
+            what the link carries while forward runs. None: all leaves, and streams wait, so that no
+            more than twice the largest storage is still on its way.
+        min_bytes: storages of fewer bytes stay.
+
+    Returns:
+        The context; its `stats()` tell what is away.
+
+    Raises:
+        ValueError: an argument is out of range, named in the text.
+        OSError: nvme_path is no folder that can be used; ENOSPC: it has no room for the budget.
+    """
+    return SavedTensors(device, nvme_path=nvme_path, budget=budget, min_bytes=min_bytes)
+
+
+def _made_anew(device: str, settings: dict[str, Any]) -> SavedTensors:
+    return SavedTensors(device, **settings)
