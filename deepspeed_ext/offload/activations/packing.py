@@ -27,7 +27,7 @@ from deepspeed_ext.offload.activations.kept import (
     Staying,
     staying,
 )
-from deepspeed_ext.torch_internals.compiler import untraced_where_compiled
+from deepspeed_ext.offload.activations.tracing import untraced_where_compiled
 from deepspeed_ext.torch_internals.tensors import base_of, storage_id, version_of
 
 _LEAVING = 2  # times the bytes of the largest one are on their way before streams wait
