@@ -10,6 +10,11 @@ from torch._compile import _disable_dynamo
 untraced = _disable_dynamo
 
 
+def is_loaded() -> bool:
+    """Tell whether the compiler has been imported: else nobody compiles anything."""
+    return "torch._dynamo" in sys.modules
+
+
 def leave_to_python(classes: set[type]) -> None:
     """Let compiled code leave what touches tensors of these classes to Python.
 

@@ -6,10 +6,15 @@ import threading
 import pytest
 import torch
 from optim_cases import assert_same_bits
-from saved_cases import WIDTH, gradients, inputs, net_on
-from saved_cases import all_leaves as all_leaves
-from saved_cases import each_device as each_device
-from saved_cases import none_fails as none_fails
+from saved_cases import (
+    WIDTH,
+    all_leaves as all_leaves,
+    each_device as each_device,
+    gradients,
+    inputs,
+    net_on,
+    none_fails as none_fails,
+)
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 

@@ -7,9 +7,7 @@ import pytest
 import torch
 from late_lanes import be_late
 from optim_cases import needs_cuda, on_each_device
-from saved_cases import WIDTH, inputs
-from saved_cases import each_device as each_device
-from saved_cases import none_fails as none_fails
+from saved_cases import WIDTH, each_device as each_device, inputs, none_fails as none_fails
 from torch import nn
 
 from deepspeed_ext import offload

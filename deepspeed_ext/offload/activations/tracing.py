@@ -1,11 +1,10 @@
 """What torch.compile is not to look into, where it is there."""
 
-import sys
 from collections.abc import Callable
 from functools import wraps
 from typing import ParamSpec, TypeVar
 
-from deepspeed_ext.torch_internals.compiler import untraced
+from deepspeed_ext.torch_internals.compiler import is_loaded, untraced
 
 _Args = ParamSpec("_Args")
 _Result = TypeVar("_Result")
@@ -20,7 +19,7 @@ def untraced_where_compiled(function: Callable[_Args, _Result]) -> Callable[_Arg
 
     @wraps(function)
     def call(*args: _Args.args, **kwargs: _Args.kwargs) -> _Result:
-        if "torch._dynamo" in sys.modules:
+        if is_loaded():
             return left_to_python(*args, **kwargs)
         return function(*args, **kwargs)
 
