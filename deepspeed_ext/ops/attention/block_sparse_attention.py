@@ -8,8 +8,8 @@ from torch import Tensor
 
 from deepspeed_ext.ops._kinds import check_kinds
 from deepspeed_ext.ops._library import check_numbers, define
-from deepspeed_ext.ops.attention import block_sparse_cuda
 
+_LIBRARIES = {"cpu": "cpu_sparse_attn", "cuda": "fused_sparse_attn"}
 _INPUTS = "Tensor layout, Tensor? key_padding_mask, Tensor? attn_mask, Tensor? rpe"
 _OPTIONS = "*, int block, float scale, bool causal"
 
@@ -34,7 +34,7 @@ _backward_op = define(
     "block_sparse_attention_backward(Tensor grad_out, Tensor? grad_lse, Tensor q, Tensor k,"
     f" Tensor v, Tensor out, Tensor lse, {_INPUTS}, {_OPTIONS}, bool needs_q, bool needs_kv)"
     " -> (Tensor grad_q, Tensor grad_k, Tensor grad_v)",
-    {"cpu": "cpu_sparse_attn", "cuda": block_sparse_cuda.backward},
+    _LIBRARIES,
     fake=_backward_fake,
 )
 
@@ -67,7 +67,7 @@ def _backward(
 _op = define(
     f"block_sparse_attention(Tensor q, Tensor k, Tensor v, {_INPUTS}, {_OPTIONS})"
     " -> (Tensor out, Tensor lse)",
-    {"cpu": "cpu_sparse_attn", "cuda": block_sparse_cuda.forward},
+    _LIBRARIES,
     fake=lambda q, *others, **options: (
         q.new_empty(q.shape),
         q.new_empty(q.shape[:-1], dtype=torch.float32),
