@@ -28,8 +28,8 @@ struct AnyMemory {
     return floats * 4;
   }
   __device__ static float* begin() {
-    extern __shared__ float4 any_shared[];
-    return reinterpret_cast<float*>(any_shared);
+    extern __shared__ __align__(1024) char shared_bytes[];
+    return reinterpret_cast<float*>(shared_bytes);
   }
   __device__ float* lanes(int which) const { return begin() + which * kAnyLanes * pitch; }
   __device__ float* others(int which) const { return lanes(2) + which * 16 * most * pitch; }
