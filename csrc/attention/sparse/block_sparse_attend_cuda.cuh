@@ -235,25 +235,25 @@ class AttendingRows {
   float out_[kRowTiles][kWidth / 8][4];
 };
 
-// Goes through the tiles of a list, of two arrays each, the next one while one is worked on. There
-// is memory for two tiles from `near` on, and lanes may be under way. Calls fetch(pieces, near) to
-// begin to fetch one, and body(pieces, near, tile).
+// Goes through the tiles of a list, of two arrays each: the next one is fetched while one is worked
+// on. There is memory for two tiles from `near` on, and lanes may be under way. Calls
+// fetch(pieces, near) to begin to fetch one, and body(pieces, near, tile).
 template <class Shape, class Fetch, class Body>
 __device__ inline void for_each_tile(const TileList& list, int block, unsigned near, int bytes,
                                      const Fetch& fetch, const Body& body) {
   const int tiles = tiles_of<Shape>(list, block);
   Pieces here = pieces_of<Shape>(list, block, 0), next = pieces_of<Shape>(list, block, 1);
+  __syncthreads();  // a list before this one may still be worked on
   if (tiles > 0) fetch(here, near);
   end_fetches();
 #pragma unroll 1
   for (int tile = 0; tile < tiles; ++tile) {
     const Pieces coming = pieces_of<Shape>(list, block, tile + 2);
+    wait_for_fetches<0>();
+    __syncthreads();  // and all are done with the tile before, whose place is free
     if (tile + 1 < tiles) fetch(next, near + (tile + 1) % 2 * bytes);
     end_fetches();
-    wait_for_fetches<1>();
-    __syncthreads();
     body(here, near + tile % 2 * bytes, tile);
-    __syncthreads();
     here = next;
     next = coming;
   }
@@ -271,13 +271,13 @@ __global__ void __launch_bounds__(Shape::kMostThreads)
   const int kv_head = lanes.head / int(call.group());
   fetch_lanes<Shape>(call.q, lanes.batch, lanes.head, lanes.first, task.tile, tokens, width, near);
   AttendingRows<Shape> rows(task, lanes, near);
-  const char* const k = head_of<T>(call.k, lanes.batch, kv_head);
-  const char* const v = head_of<T>(call.v, lanes.batch, kv_head);
+  const char* const heads[] = {head_of<T>(call.k, lanes.batch, kv_head),
+                               head_of<T>(call.v, lanes.batch, kv_head)};
+  const int64_t of_token[] = {call.k.of_token, call.v.of_token};
   for_each_tile<Shape>(task.lists.of(lanes.head, lanes.tile), call.block,
                        near + task.tile * Shape::kRowBytes, 2 * Shape::kTileBytes,
                        [&](const Pieces& pieces, unsigned to) {
-    fetch_pieces<Shape>(k, call.k.of_token, pieces, tokens, width, to);
-    fetch_pieces<Shape>(v, call.v.of_token, pieces, tokens, width, to + Shape::kTileBytes);
+    fetch_pieces<Shape>(heads, of_token, pieces, tokens, width, to);
   }, [&](const Pieces& pieces, unsigned at, int tile) {
     if (tile == 0) rows.keep_queries();
     rows.take(pieces, at, at + Shape::kTileBytes);

@@ -271,12 +271,12 @@ __global__ void __launch_bounds__(Shape::kMostThreads)
   fetch_lanes<Shape>(task.grad_out, at.batch, at.head, at.first, task.tile, tokens, width,
                      near + lane_bytes);
   BackwardRows<Shape> rows(task, at, near);
-  const char* const k = head_of<T>(call.k, at.batch, kv_head);
-  const char* const v = head_of<T>(call.v, at.batch, kv_head);
+  const char* const heads[] = {head_of<T>(call.k, at.batch, kv_head),
+                               head_of<T>(call.v, at.batch, kv_head)};
+  const int64_t of_token[] = {call.k.of_token, call.v.of_token};
   for_each_tile<Shape>(task.lists.of(at.head, at.tile), call.block, near + 2 * lane_bytes,
                        2 * Shape::kTileBytes, [&](const Pieces& pieces, unsigned to) {
-    fetch_pieces<Shape>(k, call.k.of_token, pieces, tokens, width, to);
-    fetch_pieces<Shape>(v, call.v.of_token, pieces, tokens, width, to + Shape::kTileBytes);
+    fetch_pieces<Shape>(heads, of_token, pieces, tokens, width, to);
   }, [&](const Pieces& pieces, unsigned here, int tile) {
     if (tile == 0) rows.keep();
     rows.take(pieces, here, here + Shape::kTileBytes);
@@ -293,7 +293,7 @@ __device__ inline void fetch_numbers(const RowNumbers* head, const Pieces& piece
     const int first = __shfl_sync(0xffffffff, pieces.token, row / Shape::kPieceTokens);
     const int token = first + row % Shape::kPieceTokens;
     auto* const to = reinterpret_cast<RowNumbers*>(near) + row;
-    if (first >= 0 && token < tokens) {
+    if (unsigned(token) < unsigned(tokens)) {
       fetch_bytes<8>(to, head + token);
     } else {
       *to = {0, 0};
@@ -320,15 +320,14 @@ __global__ void __launch_bounds__(Shape::kMostThreads)
   bool is_first = true;
 #pragma unroll 1
   for (int head = at.head * group; head < (at.head + 1) * group; ++head) {
-    const char* const q = head_of<T>(call.q, at.batch, head);
-    const char* const grad = head_of<T>(task.grad_out, at.batch, head);
+    const char* const heads[] = {head_of<T>(call.q, at.batch, head),
+                                 head_of<T>(task.grad_out, at.batch, head)};
+    const int64_t of_token[] = {call.q.of_token, task.grad_out.of_token};
     const RowNumbers* const numbers = task.numbers + (at.batch * call.heads + head) * tokens;
     columns.begin_head(head);
     for_each_tile<Shape>(task.lists.of(head, at.tile), call.block, near + 2 * lane_bytes,
                          tile_bytes, [&](const Pieces& pieces, unsigned to) {
-      fetch_pieces<Shape>(q, call.q.of_token, pieces, tokens, width, to);
-      fetch_pieces<Shape>(grad, task.grad_out.of_token, pieces, tokens, width,
-                          to + Shape::kTileBytes);
+      fetch_pieces<Shape>(heads, of_token, pieces, tokens, width, to);
       fetch_numbers<Shape>(numbers, pieces, tokens,
                            shared_bytes + (to - near) + 2 * Shape::kTileBytes);
     }, [&](const Pieces& pieces, unsigned here, int) {

@@ -17,9 +17,10 @@ constexpr int at_once_of_columns(int width, int block_units) {
   return width > 64 && block_units > 2 ? 2 : block_units;
 }
 
+// A warp alone has the 32 rows of a block of 32, and little memory, so that many fit.
 template <int kWidth, int kBlockUnits>
 using AttendShape = SparseShape<Element, kWidth, kBlockUnits == 1 ? 1 : 2, kBlockUnits, kBlockUnits,
-                                units_of(kWidth, kBlockUnits)>;
+                                kBlockUnits == 2 ? 2 : units_of(kWidth, kBlockUnits)>;
 template <int kWidth, int kBlockUnits>
 using RowsShape =
     SparseShape<Element, kWidth, 1, kBlockUnits, kBlockUnits, units_of(kWidth, kBlockUnits)>;

@@ -9,8 +9,9 @@ namespace dsx::cuda {
 
 constexpr const char* kSparseName = "block_sparse_attention";
 
-// Tokens of a tile that has a list; at least a block.
-inline int tile_tokens(int block) { return block == 64 ? 64 : 128; }
+// Tokens of a tile that has a list; at least a block. Few blocks have one list together: what they
+// name differs, and all that one of them names is fetched.
+inline int tile_tokens(int block) { return block == 16 ? 64 : block; }
 
 // The blocks that some block of a tile names, in rising order: their number, and in the lowest 8
 // bits which blocks of the tile name it.

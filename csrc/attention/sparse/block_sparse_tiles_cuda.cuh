@@ -31,9 +31,11 @@ struct SparseShape {
   }
 };
 
+constexpr int kNoToken = INT32_MIN;
+
 // The pieces of a tile; lane i of each warp has number i.
 struct Pieces {
-  int token;       // its first one; -1: there is none
+  int token;       // its first one; kNoToken: there is none
   uint32_t names;  // which blocks of the list's tile name it
 };
 
@@ -44,11 +46,12 @@ __device__ inline int tiles_of(const TileList& list, int block) {
 
 template <class Shape>
 __device__ inline Pieces pieces_of(const TileList& list, int block, int tile) {
-  const int lane = threadIdx.x % 32, parts = block / Shape::kPieceTokens;
-  const int number = tile * Shape::kPieces + lane;
-  if (lane >= Shape::kPieces || number >= list.count * parts) return {-1, 0};
-  const uint32_t entry = list.entries[number / parts];
-  return {int(entry >> 8) * block + number % parts * Shape::kPieceTokens, entry & 0xff};
+  const int lane = threadIdx.x % 32, shift = __ffs(block / Shape::kPieceTokens) - 1;
+  const int number = tile * Shape::kPieces + lane, place = number >> shift;
+  if (lane >= Shape::kPieces || place >= list.count) return {kNoToken, 0};
+  const uint32_t entry = list.entries[place];
+  const int part = number - (place << shift);
+  return {int(entry >> 8) * block + part * Shape::kPieceTokens, entry & 0xff};
 }
 
 // The first element of a head, where a thread's chunk of a token is.
@@ -80,15 +83,29 @@ __device__ inline void fetch_lanes(const HeadTokens& from, int batch, int head, 
   }
 }
 
+// Begins to fetch the pieces of two arrays, the tile of the second one after that of the first.
+// Nothing branches, and a thread has the same 16 bytes of each token: the many copies are cheap.
 template <class Shape>
-__device__ inline void fetch_pieces(const char* head, int64_t of_token, const Pieces& pieces,
-                                    int tokens, int width, unsigned near) {
+__device__ inline void fetch_pieces(const char* const (&heads)[2], const int64_t (&of_token)[2],
+                                    const Pieces& pieces, int tokens, int width, unsigned near) {
+  constexpr int kTogether = 2;  // rows; no block of threads has fewer
   const int chunk = threadIdx.x % Shape::kChunks, step = blockDim.x / Shape::kChunks;
-#pragma unroll 4
-  for (int row = threadIdx.x / Shape::kChunks; row < Shape::kTokens; row += step) {
-    const int first = __shfl_sync(0xffffffff, pieces.token, row / Shape::kPieceTokens);
-    const int token = first + row % Shape::kPieceTokens;
-    fetch_row<Shape>(head, of_token, width, token, first >= 0 && token < tokens, row, chunk, near);
+  const unsigned most = chunk * 8 < width ? tokens : 0;
+#pragma unroll 1
+  for (int from = threadIdx.x / Shape::kChunks; from < Shape::kTokens; from += kTogether * step) {
+#pragma unroll
+    for (int i = 0; i < kTogether; ++i) {
+      const int row = from + i * step;
+      const int first = __shfl_sync(0xffffffff, pieces.token, row / Shape::kPieceTokens);
+      const int token = first + row % Shape::kPieceTokens;
+      const bool is_there = unsigned(token) < most;
+      const unsigned place = near + Shape::place_of(row, chunk);
+#pragma unroll
+      for (int which = 0; which < 2; ++which) {
+        const int64_t far = is_there ? token * of_token[which] * 2 + chunk * 16 : 0;
+        fetch_part(place + which * Shape::kTileBytes, heads[which] + far, is_there ? 16 : 0);
+      }
+    }
   }
 }
 

@@ -27,7 +27,7 @@ class Layout {
     check(fits, op, ": ", item, " has shape ", Integers{view.sizes, view.dim}, ", expected [",
           call.heads, " or 1, ", n, ", ", n, "], as q has ", call.tokens, " tokens");
     check_memory(op, item, view);
-    call.layout_of_heads = view.sizes[0] > 1;
+    call.layout_of_heads = view.sizes[0] != 1;
     const bool is_byte =
         view.dtype == aoti_torch_dtype_bool() || view.dtype == aoti_torch_dtype_uint8();
     const bool is_int = view.dtype == aoti_torch_dtype_int32();
