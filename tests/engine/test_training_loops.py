@@ -400,7 +400,7 @@ FOUR = [Case(4, "trains", row) for row in ("3-bf16-3-none", "1-float32-2-offload
 
 @pytest.mark.parametrize("case", with_long(CASES + FOUR, *(f"trains-{c.row}-4" for c in FOUR)))
 def test_processes(case, groups):
-    groups.run(case)
+    groups.run(case, least=1)
 
 
 @pytest.fixture(scope="module")
