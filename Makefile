@@ -24,7 +24,7 @@ export PYTHONUNBUFFERED := 1
 
 .SHELLFLAGS := -ec
 .ONESHELL:
-.PHONY: help env demo ops test test-long test-all lint types docs site bench clean
+.PHONY: help env demo ops test test-long test-all test-gpus lint types docs site bench clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-9s %s\n", $$1, $$2 }' Makefile
@@ -55,6 +55,9 @@ test-long: $(DONE)/long  ## run the longest tests: over 8 s each, or in an emula
 test-all: $(DONE)/long  ## run both in one go
 	@$(if $(ARGS),,$(WARM))
 	$(PYTEST) $(ARGS)
+
+test-gpus: $(DONE)/test  ## run the tests of several processes with a GPU for each
+	@$(PYTEST) --on-gpus $(ARGS) tests/zero tests/engine tests/moe tests/offload tests/optim tests/compat tests/patching
 
 lint: types  ## check style, types and layout of the code
 	@$(BIN)/ruff check $(SOURCES)

@@ -330,6 +330,19 @@ ROWS: tuple[StepOp | FunctionalOp, ...] = (
         benchmark="random_ltd",
         self_checks="random_ltd.self_checks",
     ),
+    FunctionalOp(
+        "sparse_attn",
+        modules=("attention.block_sparse_attention",),
+        kernels=("attention/sparse/block_sparse",),
+        more_cuda=(
+            "attention/sparse/block_sparse_mma_bfloat16",  # by types, side by side
+            "attention/sparse/block_sparse_mma_float16",
+        ),
+        bits="row",
+        sanitizer="block_sparse",
+        benchmark="block_sparse",
+        self_checks="self_checks",
+    ),
     _kv_cache("", "FloatKv"),
     _kv_cache("_int8", "Int8Kv"),
     _kv_cache("_fp8", "Fp8Kv"),
@@ -343,17 +356,6 @@ OPS: tuple[OpSpec, ...] = (
         sources=("replay/replay_ops.cpp",),
         self_check="deepspeed_ext.ops.self_checks:replay",
         modules=("deepspeed_ext.ops.replay",),
-    ),
-    OpSpec(  # on CUDA torch does it
-        name="cpu_sparse_attn",
-        device="cpu",
-        sources=(
-            "attention/sparse/block_sparse_ops.cpp",
-            "attention/sparse/block_sparse_cpu.cpp",
-            _ISA,
-        ),
-        self_check="deepspeed_ext.ops.self_checks:block_sparse_attention",
-        modules=("deepspeed_ext.ops.attention.block_sparse_attention",),
     ),
     OpSpec(
         name="async_io",
@@ -402,7 +404,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
     "stochastic_transformer": _LAYER,
     "multihead_attention": ("fused_dropout", "fused_layer_norm"),
     "moe": ("fused_moe",),
-    "sparse_attn": ("cpu_sparse_attn",),
+    "sparse_attn": ("fused_sparse_attn",),
     "random_ltd": ("fused_random_ltd",),
     "utils": (),
     **{earlier: (name,) for earlier, name in EARLIER_NAMES.items()},

@@ -28,10 +28,18 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         action="store_true",
         help="sum the processor time of each folder's tests, child processes included",
     )
+    parser.addoption(
+        "--on-gpus",
+        action="store_true",
+        help="run the tests of several processes, and no others, with a GPU for each process",
+    )
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out what is of other shares."""
+    """Leave out what is of other shares, and with --on-gpus all but the tests of processes."""
+    if config.getoption("--on-gpus"):
+        left_out = [item for item in items if "groups" not in getattr(item, "fixturenames", ())]
+        _leave_out(config, items, left_out)
     number = config.getoption("--share")
     if number is None:
         return
@@ -44,8 +52,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         return next((shares for least, shares in CASE_SHARES.items() if count >= least), 1)
 
     left_out = [item for item in items if (crc32(item.nodeid.encode()) - number) % shares(item)]
-    config.hook.pytest_deselected(items=left_out)
-    items[:] = [item for item in items if item not in {*left_out}]
+    _leave_out(config, items, left_out)
+
+
+def _leave_out(config: pytest.Config, items: list[pytest.Item], those: list[pytest.Item]) -> None:
+    config.hook.pytest_deselected(items=those)
+    items[:] = [item for item in items if item not in {*those}]
 
 
 def _test_of(item: pytest.Item) -> str:

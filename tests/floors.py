@@ -226,7 +226,7 @@ ROOMS = {  # inside of a package, likewise; its __init__ may import all
         ("run",),
     ),
     "ops/attention": (
-        ("block_sparse_cuda", "paged_kv", "rope", "rope_frequencies"),
+        ("paged_kv", "rope", "rope_frequencies"),
         ("block_sparse_attention", "decode_attention", "rope_append", "self_checks"),
         ("append_and_attend", "prefill_attention"),
     ),

@@ -207,7 +207,7 @@ softmax = _Check(
         lambda: dict(alibi_slopes=torch.tensor([0.5, 0.25])),
     ),
 )
-block_sparse_attention = _Check(
+sparse_attn = _Check(
     "block_sparse_attention",
     *(
         _Call(

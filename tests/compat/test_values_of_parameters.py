@@ -75,4 +75,4 @@ ROWS = ["0-bf16-none", "2-fp16-none", "2-bf16-cpu", "3-bf16-none"]
 
 @pytest.mark.parametrize("row", ROWS)
 def test_values_are_read_and_written(groups, row):
-    groups.run(Case(2, "values", row), "cpu")
+    groups.run(Case(2, "values", row))

@@ -8,7 +8,6 @@ import pickle
 import pytest
 import torch
 import torch.distributed as dist
-from process_groups import on_gpus
 from processes import Case
 from test_training_loops import config
 from torch import nn
@@ -297,12 +296,7 @@ CASES = [
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.function}-{case.row}-{case.world}")
 def test_processes(case, groups):
-    groups.run(case, "cpu")
-
-
-@pytest.mark.parametrize("case", on_gpus(CASES))
-def test_on_gpus(case, groups):
-    groups.run(case, "cuda")
+    groups.run(case)
 
 
 def test_engines_leave_the_group_in_any_order_and_are_not_copied() -> None:

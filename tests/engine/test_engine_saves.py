@@ -5,7 +5,6 @@ import logging
 import pytest
 import torch
 import torch.distributed as dist
-from process_groups import on_gpus
 from processes import Case
 from test_training_loops import config
 from zero_cases import Net, loss_of, whole
@@ -127,12 +126,7 @@ CASES = [
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.function}-{case.row}-{case.world}")
 def test_processes(case, groups):
-    groups.run(case, "cpu")
-
-
-@pytest.mark.parametrize("case", on_gpus(CASES))
-def test_on_gpus(case, groups):
-    groups.run(case, "cuda")
+    groups.run(case)
 
 
 def test_others_open_the_folder(tmp_path, caplog) -> None:

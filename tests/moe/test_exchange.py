@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from moe_cases import home
-from process_groups import on_gpus, with_long
+from process_groups import with_long
 from processes import Case
 
 from deepspeed_ext.moe.exchange import Exchange
@@ -181,16 +181,11 @@ CASES = [
 
 @pytest.mark.parametrize("case", with_long(CASES))
 def test_exchange(groups, case):
-    groups.run(case, "cpu")
-
-
-@pytest.mark.parametrize("case", on_gpus(CASES[:-1], 2))
-def test_exchange_on_gpus(groups, case):
-    groups.run(case, "cuda")
+    groups.run(case, least=2)
 
 
 @pytest.mark.parametrize("what", ["results", "gradients of results"])
 def test_the_other_one_says_in_what_a_process_was_killed(groups, what):
     text = f"process 0: .*moe: the exchange of {what} of experts between 2 processes failed"
     with pytest.raises(AssertionError, match=f"(?s){text}.*process 1: ended with -9"):
-        groups.run(Case(2, "killed", what), "cpu")
+        groups.run(Case(2, "killed", what))

@@ -20,7 +20,7 @@ from moe_cases import (
     loss_of,
     mesh_of,
 )
-from process_groups import on_gpus, with_long
+from process_groups import with_long
 from processes import Case
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -406,14 +406,10 @@ LONG = [
     Case(4, "replicas", "all"),
     *(Case(4, "twenty_steps", row) for row in WAYS),
 ]
+ON_TWO = [*CASES[1:3], *LONG[:2]]
 NAMES_OF_LONG = [f"{case.function}-{case.row}-4" for case in LONG]
 
 
 @pytest.mark.parametrize("case", with_long([*CASES, *LONG], *NAMES_OF_LONG))
 def test_processes(groups, case):
-    groups.run(case, "cpu")
-
-
-@pytest.mark.parametrize("case", on_gpus([*CASES[1:3], *LONG[:2]], 2))
-def test_processes_on_gpus(groups, case):
-    groups.run(case, "cuda")
+    groups.run(case, least=2 if case in ON_TWO else 4)

@@ -153,4 +153,4 @@ def groups(tmp_path_factory):
 
 @pytest.mark.parametrize("case", CASES, ids=lambda c: f"{c.function}-{c.world}")
 def test_processes(case, groups):
-    groups.run(case, "cpu")
+    groups.run(case)

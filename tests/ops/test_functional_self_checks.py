@@ -28,14 +28,15 @@ def test_replay_passes() -> None:
 @pytest.mark.parametrize("wrong", WRONG)
 @pytest.mark.parametrize("name", NAMES)
 def test_finds(name: str, wrong: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    op = getattr(ops, name)
+    check = getattr(self_checks, name)
+    op = getattr(ops, check.name)
 
     def changed(*arguments: Any, **options: Any) -> Tensor | list[Tensor]:
         found = op(*arguments, **options)
         change = WRONG[wrong]
         return change(found) if isinstance(found, Tensor) else [change(t) for t in found]
 
-    monkeypatch.setattr(self_checks.ops, name, changed)
-    text = rf"^{name}: \d of results and gradients on cpu has .*, expected "
+    monkeypatch.setattr(self_checks.ops, check.name, changed)
+    text = rf"^{check.name}: \d of results and gradients on cpu has .*, expected "
     with pytest.raises(RuntimeError, match=text):
-        getattr(self_checks, name)("cpu")
+        check("cpu")

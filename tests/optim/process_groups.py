@@ -5,13 +5,15 @@ from typing import Any
 
 import processes
 import pytest
-import torch
 
 
 @pytest.fixture(scope="package")
-def shared_groups(tmp_path_factory: pytest.TempPathFactory) -> Iterator[processes.Groups]:
+def shared_groups(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[processes.Groups]:
     """Processes for all modules: to begin some costs more than most tests."""
-    made = processes.Groups("", tmp_path_factory.mktemp("processes"))
+    folder = tmp_path_factory.mktemp("processes")
+    made = processes.Groups("", folder, on_gpus=request.config.getoption("--on-gpus"))
     yield made
     made.end()
 
@@ -25,24 +27,6 @@ def groups(
     """Processes that run the functions of the test's module."""
     name = request.module.__name__
     return processes.Groups(name, tmp_path_factory.mktemp(name), shared_groups)
-
-
-def on_gpus(cases: Sequence[processes.Case], *worlds: int) -> list[Any]:
-    """Return cases as parameters of a test on GPUs, one for each process.
-
-    Args:
-        worlds: numbers of processes; none: those of the cases.
-    """
-    made = {case._replace(world=world) for case in cases for world in worlds or [case.world]}
-    there = torch.cuda.device_count()
-    return [
-        pytest.param(
-            case,
-            id=f"{case.function}-{case.row}-{case.world}",
-            marks=pytest.mark.skipif(there < case.world, reason=f"needs {case.world} CUDA GPUs"),
-        )
-        for case in sorted(made)
-    ]
 
 
 def with_long(cases: Sequence[processes.Case], *names: str) -> list[Any]:

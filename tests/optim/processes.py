@@ -14,9 +14,11 @@ from multiprocessing.connection import wait
 from pathlib import Path
 from typing import NamedTuple
 
+import pytest
 import torch
 import torch.distributed as dist
 import warm_python
+from torch.overrides import TorchFunctionMode
 
 DEADLINE = timedelta(seconds=60)  # for what all processes do together
 GRACE = 15  # seconds that a process has, after another one failed, to say where it was
@@ -50,19 +52,34 @@ class Groups:
         module: has the functions, which are called as function(row, folder).
         folder: what they share.
         others: of other modules, whose processes are used; they end with those.
+        on_gpus: whether cases that name no device are run on GPUs, one for each process.
     """
 
-    def __init__(self, module: str, folder: Path, others: "Groups | None" = None) -> None:
+    def __init__(
+        self, module: str, folder: Path, others: "Groups | None" = None, on_gpus: bool = False
+    ) -> None:
         self._module = module
         self._folder = folder
         self._groups: dict[tuple[int, str], _Group] = {} if others is None else others._groups
+        self._device = others._device if others else "cuda" if on_gpus else "cpu"
         self._errors: dict[tuple[Case, str], str] = {}
 
-    def run(self, case: Case, device: str) -> None:
+    def run(self, case: Case, device: str | None = None, least: int | None = None) -> None:
         """Run a case, once, and raise AssertionError if it has failed in any process.
 
         A group in which one has ends: its processes would no longer wait for the same things.
+
+        Args:
+            device: "cpu" or "cuda"; None: that of the option --on-gpus, or the CPU.
+            least: the fewest processes that the case can do with, where there are fewer GPUs.
         """
+        device = self._device if device is None else device
+        if device == "cuda":
+            there = torch.cuda.device_count()
+            least = case.world if least is None else least
+            if there < least:
+                pytest.skip(f"needs {least} CUDA GPUs")
+            case = case._replace(world=min(case.world, there))
         ran = case, device
         if ran not in self._errors:
             key = case.world, device
@@ -138,6 +155,19 @@ class _Group:
             process.join()
 
 
+class _DrawnOnTheHost(TorchFunctionMode):
+    """What a generator of the host draws for a GPU is drawn there: the same numbers as without."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if "generator" in kwargs and "device" not in kwargs and func in _DRAWS:
+            return func(*args, **kwargs, device="cpu").cuda()
+        return func(*args, **kwargs)
+
+
+_DRAWS = {torch.rand, torch.randn, torch.randint, torch.randperm}
+
+
 def _work(pipe, rank: int, world: int, device: str, folder: Path, name: str, crash: Path) -> None:
     faulthandler.enable(crash.open("w"))  # where each thread was, if a signal ends it
     torch.set_num_threads(1)
@@ -157,7 +187,11 @@ def _work(pipe, rank: int, world: int, device: str, folder: Path, name: str, cra
             case, module, shared = pipe.recv()
             function = getattr(importlib.import_module(module), case.function)
             logging.getLogger("deepspeed_ext").setLevel(logging.NOTSET)  # whatever one has set
-            function(case.row, shared)
+            if device == "cuda":
+                with torch.device("cuda", rank), _DrawnOnTheHost():
+                    function(case.row, shared)
+            else:
+                function(case.row, shared)
             now = time.process_time()
             pipe.send(("", now - begin))
             begin = now

@@ -385,4 +385,4 @@ CASES = [Case(2, "sharded", row) for row in ("before", "after", "the head alone"
 @pytest.mark.long
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.row)
 def test_sharded(groups: Any, case: Case) -> None:
-    groups.run(case, "cpu")
+    groups.run(case)

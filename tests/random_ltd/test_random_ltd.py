@@ -402,10 +402,11 @@ def test_an_engine_drops_tokens(tmp_path: Any) -> None:
         inner = [layer.random_ltd_layer for layer in engine.module.layers]
         for step in range(4):
             for micro in range(2):
-                engine.backward(engine(hidden(2 * step + micro).float()).square().mean())
+                x = hidden(2 * step + micro).float().to(engine.device)
+                engine.backward(engine(x).square().mean())
                 engine.eval()
                 with torch.no_grad():
-                    engine(hidden().float())
+                    engine(hidden().float().to(engine.device))
                 engine.train()
                 engine.step()
         shapes = [[each[0].shape[1] for each in layer.seen] for layer in inner]

@@ -348,4 +348,4 @@ LONG = (
 
 @pytest.mark.parametrize("case", with_long(CASES, *LONG))
 def test_processes(case, groups):
-    groups.run(case, "cpu")
+    groups.run(case)

@@ -457,5 +457,5 @@ LONG = (
 @pytest.mark.parametrize("case", with_long(CASES, *LONG))
 def test_processes(case, groups):
     if case.function == "loads":
-        groups.run(Case(4, "saves", ""), "cpu")
-    groups.run(case, "cpu")
+        groups.run(Case(4, "saves", ""))
+    groups.run(case)

@@ -329,4 +329,4 @@ CASES += [Case(1, "replaces_results", ""), Case(2, "other_classes", "")]
 
 @pytest.mark.parametrize("case", CASES, ids=lambda c: f"{c.function}-{c.row}-{c.world}")
 def test_processes(case, groups):
-    groups.run(case, "cpu")
+    groups.run(case)

@@ -166,4 +166,4 @@ CASES += [Case(1, "comes_back", row) for row in ("remainder", "codes")]
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.function}-{case.row}-{case.world}")
 def test_trainings_go_on(case: Case, groups: Any) -> None:
-    groups.run(case, "cpu")
+    groups.run(case)

@@ -235,13 +235,13 @@ CASES = [
 
 @pytest.mark.parametrize("case", CASES, ids=lambda c: f"{c.function}-{c.row}-{c.world}")
 def test_processes(case, groups):
-    groups.run(case, "cpu")
+    groups.run(case)
 
 
 def test_a_process_that_dies_ends_the_others(groups):
     """At once, by what torch says of the connection."""
     with pytest.raises(AssertionError) as caught:
-        groups.run(Case(2, "dies", ""), "cpu")
+        groups.run(Case(2, "dies", ""))
     text = str(caught.value)
     assert "process 1: ended with 7" in text and "process 0: Traceback" in text
     assert "Connection" in text or "peer" in text, text

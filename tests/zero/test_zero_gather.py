@@ -177,4 +177,4 @@ LONG = ("gathers-hybrid-4",)
 
 @pytest.mark.parametrize("case", with_long(CASES, *LONG))
 def test_processes(case, groups):
-    groups.run(case, "cpu")
+    groups.run(case)

@@ -165,7 +165,7 @@ CASES = [
 
 @pytest.mark.parametrize("case", CASES, ids=lambda c: f"{c.function}-{c.row}-{c.world}")
 def test_processes(case, groups):
-    groups.run(case, "cpu")
+    groups.run(case)
 
 
 def test_a_model_that_is_not_sharded():

@@ -490,10 +490,10 @@ LONG = (
 
 @pytest.mark.parametrize("case", with_long(CASES, *LONG))
 def test_processes(case, groups):
-    groups.run(case, "cpu")
+    groups.run(case)
 
 
 @pytest.mark.parametrize("stage", ("1", "3"))
 def test_an_error_in_one_process_ends_the_others(stage, groups):
     with pytest.raises(AssertionError):
-        groups.run(Case(2, "error_in_one", stage), "cpu")
+        groups.run(Case(2, "error_in_one", stage))

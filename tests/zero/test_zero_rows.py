@@ -9,7 +9,6 @@ import types
 import pytest
 import torch
 import torch.distributed as dist
-from process_groups import on_gpus
 from processes import Case
 from torch import nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
@@ -262,12 +261,7 @@ CASES = [
 
 @pytest.mark.parametrize("case", CASES, ids=lambda c: f"{c.function}-{c.row}-{c.world}")
 def test_processes(case, groups):
-    groups.run(case, "cpu")
-
-
-@pytest.mark.parametrize("case", on_gpus(CASES))
-def test_on_gpus(case, groups):
-    groups.run(case, "cuda")
+    groups.run(case)
 
 
 def test_much_that_was_freed_is_given_back(monkeypatch):

@@ -65,7 +65,7 @@ def beside_a_save(row: str, folder: Path) -> None:
 
 
 def test_beside_a_save(groups: Any) -> None:
-    groups.run(Case(1, "beside_a_save", ""), "cpu")
+    groups.run(Case(1, "beside_a_save", ""))
 
 
 def drawn() -> list[Any]:

@@ -354,7 +354,7 @@ CASES = [
 
 @pytest.mark.parametrize("case", CASES, ids=lambda c: f"{c.function}-{c.row}-{c.world}")
 def test_processes(case, groups):
-    groups.run(case, "cpu")
+    groups.run(case)
 
 
 def test_there_must_be_a_process_group():

@@ -169,7 +169,7 @@ CASES = [Case(2, "loads", row) for row in ("tied", "apart")]
 
 @pytest.mark.parametrize("case", CASES, ids=lambda c: f"{c.function}-{c.row}-{c.world}")
 def test_processes(case, groups):
-    groups.run(case, "cpu")
+    groups.run(case)
 
 
 def test_one_process_without_a_group(tmp_path):

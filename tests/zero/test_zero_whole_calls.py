@@ -5,7 +5,6 @@ import logging
 import pytest
 import torch
 import torch.distributed as dist
-from process_groups import on_gpus
 from processes import Case
 from torch import nn
 from torch.distributed.tensor import DTensor
@@ -204,9 +203,4 @@ CASES = [
 
 @pytest.mark.parametrize("case", CASES, ids=lambda c: f"{c.function}-{c.row}-{c.world}")
 def test_processes(case, groups):
-    groups.run(case, "cpu")
-
-
-@pytest.mark.parametrize("case", on_gpus(CASES))
-def test_on_gpus(case, groups):
-    groups.run(case, "cuda")
+    groups.run(case)

@@ -19,7 +19,7 @@ struct HeadTokens {
   Dtype dtype = Dtype::float32;
   int64_t of_batch = 0, of_head = 0, of_token = 0;  // elements from one to the next
 
-  Pointer<Any> at(int64_t batch, int64_t head, int64_t token) const {
+  DSX_HOST_DEVICE Pointer<Any> at(int64_t batch, int64_t head, int64_t token) const {
     return Pointer<Any>::to(data, dtype) + (batch * of_batch + head * of_head + token * of_token);
   }
 };
@@ -50,13 +50,13 @@ struct BlockSparse {
   bool layout_of_heads;  // or one for all
   int masks;             // how many there are
   ScoreMask mask[kMostMasks];
-  BlockLists rows, columns;  // [heads or 1, blocks]; without what causality leaves out
+  BlockLists rows, columns;  // [heads or 1, blocks]; without what causality leaves out; the CPU's
   HeadTokens q, k, v;
   HeadTokens out;  // of q's shape; written
   float* lse;  // [batch, heads, tokens] written: log of the sum of the powers of scores; -inf: none
 
-  int64_t blocks() const { return ceil_div(tokens, block); }
-  int64_t group() const { return heads / kv_heads; }
+  DSX_HOST_DEVICE int64_t blocks() const { return ceil_div(tokens, block); }
+  DSX_HOST_DEVICE int64_t group() const { return heads / kv_heads; }
   int64_t strip() const { return block < kStripTokens ? block : kStripTokens; }
   int64_t strips() const { return ceil_div(tokens, strip()); }
 };
@@ -64,8 +64,8 @@ struct BlockSparse {
 struct BlockSparseBackward {
   BlockSparse forward;  // whose results are read
   HeadTokens grad_out;
-  const float* grad_lse;              // [batch, heads, tokens]; null: none
-  float* deltas;                      // [batch, heads, tokens] written by rows, read by columns
+  const float* grad_lse;  // [batch, heads, tokens]; null: none
+  float* deltas;          // [batch, heads, tokens] written by rows, read by columns; the CPU's
   HeadTokens grad_q, grad_k, grad_v;  // written; without data where they are not wanted
 };
 
@@ -78,5 +78,19 @@ void attend_rows_cpu(Isa isa, const BlockSparse& call, int64_t begin, int64_t en
 // Deltas and the gradient of q; then, by columns, those of k and v.
 void backward_of_rows_cpu(Isa isa, const BlockSparseBackward& call, int64_t begin, int64_t end);
 void backward_of_columns_cpu(Isa isa, const BlockSparseBackward& call, int64_t begin, int64_t end);
+
+// A layout where the device reads it: [heads or 1, blocks, blocks] of integers.
+struct LayoutView {
+  const void* data;
+  int bytes;                           // of an element
+  int64_t of_head, of_row, of_column;  // elements from one to the next
+};
+
+// The same on CUDA, which makes the lists in memory of the device. The host looks at no tensor.
+int64_t attend_workspace_cuda(const BlockSparse& call);  // bytes
+int64_t backward_workspace_cuda(const BlockSparseBackward& call);
+void attend_cuda(const BlockSparse& call, const LayoutView& layout, void* workspace, void* stream);
+void backward_cuda(const BlockSparseBackward& call, const LayoutView& layout, void* workspace,
+                   void* stream);
 
 }  // namespace dsx

@@ -18,8 +18,22 @@ namespace {
 using torch::stable::Tensor;
 using OptionalTensor = std::optional<Tensor>;
 
-// Turns the arguments of one call into what kernels see, and keeps copies of those whose elements
-// of a token do not lie in one piece.
+// Whether a kernel can read a tensor where it lies: the elements of a token in one piece, and on
+// CUDA those of 16 bits by eights, where heads are made of eights.
+bool can_be_read(const TensorView& view, int64_t element_bytes) {
+  if (view.sizes[3] > 1 && view.strides[3] != 1) return false;
+#ifdef USE_CUDA
+  if (element_bytes == 2 && view.sizes[3] % 8 == 0) {
+    uint64_t bits = reinterpret_cast<uintptr_t>(view.data);
+    for (int i = 0; i < 3; ++i) bits |= view.sizes[i] > 1 ? uint64_t(view.strides[i]) * 2 : 0;
+    return bits % 16 == 0;
+  }
+#endif
+  return true;
+}
+
+// Turns the arguments of one call into what kernels see, and keeps copies of those that cannot be
+// read where they lie.
 class SparseReader {
  public:
   explicit SparseReader(const char* op) : op_(op) {}
@@ -27,12 +41,14 @@ class SparseReader {
   HeadTokens read(const Item& item, const TensorView& given) {
     check_memory(op_, item, given);
     TensorView view = given;
-    if (view.sizes[3] > 1 && view.strides[3] != 1) {
+    const Dtype dtype = storage_dtype(op_, item, view);
+    if (!can_be_read(view, bytes_of(dtype))) {
       copies_.push_back(contiguous_copy(view));
       view = TensorView(copies_.back().get());
     }
-    return {view.data, storage_dtype(op_, item, view), view.strides[0], view.strides[1],
-            view.strides[2]};
+    int64_t strides[3];  // of what there is one of, any number would do
+    for (int i = 0; i < 3; ++i) strides[i] = view.sizes[i] > 1 ? view.strides[i] : 0;
+    return {view.data, dtype, strides[0], strides[1], strides[2]};
   }
 
   // The same for one that must have the device and the shape of `like`.
@@ -162,6 +178,19 @@ BlockSparse read_call(const char* op, const SparseArguments& arguments, SparseRe
   return call;
 }
 
+#ifdef USE_CUDA
+void attend(const BlockSparse& call, const Layout& layout, int32_t device) {
+  const Tensor space = cuda_workspace(attend_workspace_cuda(call), device);
+  const OnDevice on(device);
+  attend_cuda(call, layout.given(), space.data_ptr(), on.stream);
+}
+
+void find_gradients(BlockSparseBackward& call, const Layout& layout, const TensorView& q) {
+  const Tensor space = cuda_workspace(backward_workspace_cuda(call), q.device_index);
+  const OnDevice on(q.device_index);
+  backward_cuda(call, layout.given(), space.data_ptr(), on.stream);
+}
+#else
 // Calls f(isa, i, i + 1) for each of [0, count), on torch's threads, each of which takes the next
 // one when it is done with the last: the work of strips differs as their lists do.
 template <class Function>
@@ -178,6 +207,28 @@ void share(int64_t count, double products, const Function& f) {
   });
 }
 
+void attend(const BlockSparse& call, const Layout& layout, int32_t /*device*/) {
+  share(call.batches * call.heads * call.strips(), layout.products(call),
+        [&](Isa isa, int64_t begin, int64_t end) { attend_rows_cpu(isa, call, begin, end); });
+}
+
+void find_gradients(BlockSparseBackward& call, const Layout& layout, const TensorView& q) {
+  const BlockSparse& forward = call.forward;
+  const Tensor deltas = new_tensor(q.sizes, 3, torch_code(Dtype::float32), q);
+  call.deltas = static_cast<float*>(deltas.data_ptr());
+  const double products = layout.products(forward);
+  if (q.numel > 0) {
+    share(
+        forward.batches * forward.heads * forward.strips(), products,
+        [&](Isa isa, int64_t begin, int64_t end) { backward_of_rows_cpu(isa, call, begin, end); });
+  }
+  if (call.grad_k.data == nullptr) return;
+  share(
+      forward.batches * forward.kv_heads * forward.strips(), products,
+      [&](Isa isa, int64_t begin, int64_t end) { backward_of_columns_cpu(isa, call, begin, end); });
+}
+#endif
+
 std::tuple<Tensor, Tensor> forward(const Tensor& q, const Tensor& k, const Tensor& v,
                                    const Tensor& layout, const OptionalTensor& key_padding_mask,
                                    const OptionalTensor& attn_mask, const OptionalTensor& rpe,
@@ -192,10 +243,7 @@ std::tuple<Tensor, Tensor> forward(const Tensor& q, const Tensor& k, const Tenso
   Tensor lse = new_tensor(view.sizes, 3, torch_code(Dtype::float32), view);
   call.out = rows_of_new(out);
   call.lse = static_cast<float*>(lse.data_ptr());
-  if (view.numel > 0) {
-    share(call.batches * call.heads * call.strips(), lists.products(call),
-          [&](Isa isa, int64_t begin, int64_t end) { attend_rows_cpu(isa, call, begin, end); });
-  }
+  if (view.numel > 0) attend(call, lists, view.device_index);
   return {std::move(out), std::move(lse)};
 }
 
@@ -228,19 +276,7 @@ std::tuple<Tensor, Tensor, Tensor> backward(const Tensor& grad_out, const Option
   Tensor grad_q = make(needs_q, view, forward.q.dtype, call.grad_q);
   Tensor grad_k = make(needs_kv, of_k, forward.k.dtype, call.grad_k);
   Tensor grad_v = make(needs_kv, of_k, forward.v.dtype, call.grad_v);
-  Tensor deltas = new_tensor(view.sizes, 3, torch_code(Dtype::float32), view);
-  call.deltas = static_cast<float*>(deltas.data_ptr());
-  if (view.numel > 0) {
-    share(
-        forward.batches * forward.heads * forward.strips(), lists.products(forward),
-        [&](Isa isa, int64_t begin, int64_t end) { backward_of_rows_cpu(isa, call, begin, end); });
-  }
-  if (of_k.numel > 0 && needs_kv) {
-    share(forward.batches * forward.kv_heads * forward.strips(), lists.products(forward),
-          [&](Isa isa, int64_t begin, int64_t end) {
-      backward_of_columns_cpu(isa, call, begin, end);
-    });
-  }
+  if (of_k.numel > 0) find_gradients(call, lists, view);
   return {std::move(grad_q), std::move(grad_k), std::move(grad_v)};
 }
 

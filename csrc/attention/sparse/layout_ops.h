@@ -1,4 +1,5 @@
-// A layout as lists: of each row of blocks those that it names, and of each column.
+// A layout as it is given, and on the CPU as lists: of each row of blocks those that it names, and
+// of each column.
 #pragma once
 
 #include <torch/csrc/stable/tensor.h>
@@ -26,19 +27,31 @@ class Layout {
     check(fits, op, ": ", item, " has shape ", Integers{view.sizes, view.dim}, ", expected [",
           call.heads, " or 1, ", n, ", ", n, "], as q has ", call.tokens, " tokens");
     check_memory(op, item, view);
-    call.layout_of_heads = view.sizes[0] > 1;
-    if (view.dtype == aoti_torch_dtype_bool() || view.dtype == aoti_torch_dtype_uint8()) {
+    call.layout_of_heads = view.sizes[0] != 1;
+    const bool is_byte =
+        view.dtype == aoti_torch_dtype_bool() || view.dtype == aoti_torch_dtype_uint8();
+    const bool is_int = view.dtype == aoti_torch_dtype_int32();
+    check(is_byte || is_int || view.dtype == aoti_torch_dtype_int64(), op, ": ", item, " is ",
+          DtypeCode{view.dtype}, ", expected bool, uint8, int32 or int64");
+    given_ = {view.data,
+              is_byte  ? 1
+              : is_int ? 4
+                       : 8,
+              view.strides[0], view.strides[1], view.strides[2]};
+#ifndef USE_CUDA
+    if (is_byte) {
       make_lists<uint8_t>(view, call.causal);
-    } else if (view.dtype == aoti_torch_dtype_int32()) {
+    } else if (is_int) {
       make_lists<int32_t>(view, call.causal);
     } else {
-      check(view.dtype == aoti_torch_dtype_int64(), op, ": ", item, " is ", DtypeCode{view.dtype},
-            ", expected bool, uint8, int32 or int64");
       make_lists<int64_t>(view, call.causal);
     }
     call.rows = {row_begins_.data(), of_rows_.data()};
     call.columns = {column_begins_.data(), of_columns_.data()};
+#endif
   }
+
+  const LayoutView& given() const { return given_; }
 
   // How many products of two tokens' elements there are, about.
   double products(const BlockSparse& call) const {
@@ -76,6 +89,7 @@ class Layout {
     }
   }
 
+  LayoutView given_ = {};
   std::vector<int64_t> row_begins_, column_begins_;
   std::vector<int32_t> of_rows_, of_columns_;
 };

@@ -8,8 +8,8 @@ from torch import Tensor
 
 from deepspeed_ext.ops._kinds import check_kinds
 from deepspeed_ext.ops._library import check_numbers, define
-from deepspeed_ext.ops.attention import block_sparse_cuda
 
+_LIBRARIES = {"cpu": "cpu_sparse_attn", "cuda": "fused_sparse_attn"}
 _INPUTS = "Tensor layout, Tensor? key_padding_mask, Tensor? attn_mask, Tensor? rpe"
 _OPTIONS = "*, int block, float scale, bool causal"
 
@@ -34,7 +34,7 @@ _backward_op = define(
     "block_sparse_attention_backward(Tensor grad_out, Tensor? grad_lse, Tensor q, Tensor k,"
     f" Tensor v, Tensor out, Tensor lse, {_INPUTS}, {_OPTIONS}, bool needs_q, bool needs_kv)"
     " -> (Tensor grad_q, Tensor grad_k, Tensor grad_v)",
-    {"cpu": "cpu_sparse_attn", "cuda": block_sparse_cuda.backward},
+    _LIBRARIES,
     fake=_backward_fake,
 )
 
@@ -67,7 +67,7 @@ def _backward(
 _op = define(
     f"block_sparse_attention(Tensor q, Tensor k, Tensor v, {_INPUTS}, {_OPTIONS})"
     " -> (Tensor out, Tensor lse)",
-    {"cpu": "cpu_sparse_attn", "cuda": block_sparse_cuda.forward},
+    _LIBRARIES,
     fake=lambda q, *others, **options: (
         q.new_empty(q.shape),
         q.new_empty(q.shape[:-1], dtype=torch.float32),
@@ -103,12 +103,14 @@ def block_sparse_attention(
     memory, nor a mask that was expanded; the logarithms of the sums, one float32 for each token and
     head, and the result are kept for the gradients. There is no gradient of a gradient.
 
-    On the CPU a token has the same bits in any batch and with any other heads, with any number of
-    threads and any instruction set; gradients too. Arithmetic is in float32. On CUDA torch's
-    batched products do it today, some rows of blocks at a time: right, but not fast. There, a few
-    arrays have up to 64 MB each, or what one row of blocks sees; float32 gradients of k and v are
-    in memory for each head of q; a graph cannot capture it, as the host looks at the layout; and
-    a result or a gradient that an infinite value has a part in is NaN. A kernel comes.
+    A token has the same bits in any batch and with any other heads; gradients too. On the CPU
+    they also do not depend on the number of threads or the instruction set, and arithmetic is in
+    float32. On CUDA it is so where q, k and v are not of one dtype of 16 bits, where head_dim is
+    over 128 or no multiple of 8, and where scale is not 1e-30 to 1e30. Elsewhere tensor cores
+    multiply: weights, and gradients of scores, are rounded to the dtype between two products.
+    What is not finite there is done again in float32: a token that sees no NaN or infinity, but
+    shares blocks with one that is left out, may have other last bits than without it. The host
+    looks at no tensor, and a graph can capture a call.
 
     Args:
         q: (batch, heads, tokens, head_dim), float32, bfloat16 or float16, on the CPU or on CUDA,

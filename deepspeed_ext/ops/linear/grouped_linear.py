@@ -49,8 +49,8 @@ def grouped_linear(
 
     Few rows, up to 16 for each expert, but 64 at least and 512 at most, go to a kernel that reads
     the weight of each chosen expert once, and no other: on the CPU for 64 of its rows, on CUDA for
-    8 or 16, of which all but the first are near by then. On the CPU a row then has the same bits
-    alone and in any batch, with any number of threads and any instruction set: those that
+    8 or 16, of which all but the first are near by then. A row then has the same bits alone and in
+    any batch, on the CPU with any number of threads and any instruction set: those that
     ``skinny_linear`` gives it with its expert's weight.
 
     With more rows, where torch.compile does not know how many there are, and with a weight whose

@@ -46,8 +46,8 @@ def grouped_quantized_linear(
     """Return activation(x @ w.T + b) for each row, w being what its expert's codes stand for.
 
     As ``grouped_linear`` does, with a weight of codes: with its rows, slots and zeros. Few rows, as
-    there, go to a kernel that reads the codes of each chosen expert once; on the CPU a row then has
-    the bits that ``quantized_linear`` gives it with its expert's weight.
+    there, go to a kernel that reads the codes of each chosen expert once; a row then has the bits
+    that ``quantized_linear`` gives it with its expert's weight.
 
     Else floats are made of the weight for as long as a call takes, and torch multiplies: on the CPU
     of one expert at a time, of those that have rows; on CUDA of those of some blocks of rows, of up

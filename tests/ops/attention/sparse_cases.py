@@ -144,9 +144,24 @@ class Sparse:
         off_q = (score + ROUNDING * tokens * whole) @ k.abs() * abs(self.scale())
         off_k = (score + ROUNDING * tokens * whole).mT @ q.abs() * abs(self.scale())
         off_v = (weights * (off + ROUNDING * tokens)).mT @ grad.abs()
+        rounding, least = self.rounding_of_weights()
+        if rounding:
+            of_weight, of_score = rounding * weights + least, rounding * whole + least
+            out = out + of_weight @ v.abs()
+            off_q = off_q + of_score @ k.abs() * abs(self.scale())
+            off_k = off_k + of_score.mT @ q.abs() * abs(self.scale())
+            off_v = off_v + of_weight.mT @ grad.abs()
         of_heads = (self.shape[0], self.kv_heads, group, tokens, width)
         off_k, off_v = (t.view(of_heads).sum(2) for t in (off_k, off_v))
         return [each + 1e-30 for each in (out, off_q, off_k, off_v)]
+
+    def rounding_of_weights(self) -> tuple[float, float]:
+        """Return how far tensor cores round weights and gradients of scores, and the least step."""
+        dtype = self.dtypes[0]
+        if self.device != "cuda" or dtype == F32 or len({*self.dtypes}) > 1:
+            return 0, 0
+        info = torch.finfo(dtype)
+        return info.eps / 2, info.smallest_normal * info.eps
 
     def assert_right(self) -> None:
         """Compare result and gradients with the reference, element by element."""

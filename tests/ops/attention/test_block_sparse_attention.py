@@ -1,6 +1,7 @@
 """block_sparse_attention beside its reference in float64, gradients too."""
 
 import math
+from functools import partial
 from typing import Any
 
 import pytest
@@ -14,6 +15,8 @@ from torch import Tensor
 from deepspeed_ext.ops import block_sparse_attention, block_sparse_attention_ref
 
 BLOCKS = [16, 32, 64, 128]
+
+NO_BOUND = dict(rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("block", BLOCKS)
@@ -85,15 +88,19 @@ def test_all_blocks_are_attention(device: str) -> None:
         torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
 @pytest.mark.parametrize("name", ["plain", "causal", "mask", "keys added"])
-def test_what_is_left_out_does_not_matter(name: str, device: str) -> None:
+def test_what_is_left_out_does_not_matter(name: str, dtype: torch.dtype, device: str) -> None:
     """NaN and infinity reach only those who see them: rows by keys, keys by rows."""
     options = OPTIONS[name](1, 2, 150, device)
-    call = Sparse((1, 2, 150, 20), 1, 32, None, device=device, options=options)
+    call = Sparse((1, 2, 150, 24), 1, 32, None, (dtype,) * 3, device, options)
     want, seen = call.run(), call.weights()[0] > 0
+    # Tensor cores leave what shares a unit with a bad token to another kernel.
+    bound = dict(rtol=3e-2, atol=1e-2) if (device, dtype) == ("cuda", BF16) else NO_BOUND
+    same = partial(torch.testing.assert_close, **bound)
     for bad in (math.nan, math.inf):
         for number in range(4):
-            spoiled = Sparse((1, 2, 150, 20), 1, 32, None, device=device, options=options)
+            spoiled = Sparse((1, 2, 150, 24), 1, 32, None, (dtype,) * 3, device, options)
             tensor = [*spoiled.qkv, spoiled.grad][number]
             tensor[..., 70, 3] = bad
             out, grad_q, grad_k, grad_v = spoiled.run()
@@ -103,11 +110,11 @@ def test_what_is_left_out_does_not_matter(name: str, device: str) -> None:
             rows |= (torch.arange(150) == 70) if of_row else seen[:, :, 70]
             keys = (seen & rows[:, :, None]).any(1).any(0)
             clean = ~rows.to(device)
-            assert torch.equal(grad_q[0][clean], want[1][0][clean])
+            same(grad_q[0][clean], want[1][0][clean])
             if number != 3:
-                assert torch.equal(out[0][clean], want[0][0][clean])
+                same(out[0][clean], want[0][0][clean])
             for got, expected in ((grad_k, want[2]), (grad_v, want[3])):
-                assert torch.equal(got[0, 0][~keys.to(device)], expected[0, 0][~keys.to(device)])
+                same(got[0, 0][~keys.to(device)], expected[0, 0][~keys.to(device)])
             if bad is math.nan and number != 3:
                 assert out[0][rows.to(device)].isnan().any(-1).all()
 
@@ -146,8 +153,10 @@ def test_large_scores(device: str) -> None:
         lambda t: torch.cat([t.flatten()[:1], t.flatten()])[1:].view(t.shape),
     ],
 )
-def test_any_strides(change: Any, device: str) -> None:
-    call = Sparse((2, 2, 90, 24), 2, 32, device=device, options=OPTIONS["all"](2, 2, 90, device))
+@pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
+def test_any_strides(change: Any, dtype: torch.dtype, device: str) -> None:
+    options = OPTIONS["all"](2, 2, 90, device)
+    call = Sparse((2, 2, 90, 24), 2, 32, None, (dtype,) * 3, device, options)
     want = call.run()
     call.qkv, call.grad = [change(t) for t in call.qkv], change(call.grad)
     assert all(map(torch.equal, call.run(), want))
@@ -171,19 +180,19 @@ def test_each_gradient_alone(device: str) -> None:
         assert torch.equal(got, want[i])
 
 
-def test_a_token_is_the_same_in_any_batch(device: str) -> None:
-    call = Sparse((3, 4, 150, 24), 2, 32, device=device, options=OPTIONS["all"](3, 4, 150, device))
+@pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
+def test_a_token_is_the_same_in_any_batch(dtype: torch.dtype, device: str) -> None:
+    options, dtypes = OPTIONS["all"](3, 4, 150, device), (dtype,) * 3
+    call = Sparse((3, 4, 150, 24), 2, 32, None, dtypes, device, options)
     want = call.run()
     for row in range(3):
         one = slice(row, row + 1)
         masks = ("rpe", "key_padding_mask")  # those of a batch
         options = {k: v[one] if k in masks else v for k, v in call.options.items()}
-        alone = Sparse((1, 4, 150, 24), 2, 32, call.layout, device=device, options=options)
+        alone = Sparse((1, 4, 150, 24), 2, 32, call.layout, dtypes, device, options)
         alone.qkv, alone.grad = [t[one] for t in call.qkv], call.grad[one]
         for got, expected in zip(alone.run(), want, strict=True):
-            torch.testing.assert_close(
-                got, expected[one], **({} if device == "cuda" else dict(rtol=0, atol=0))
-            )
+            assert torch.equal(got, expected[one])
 
 
 def of_window(tokens: int, device: str, taken: Taken) -> list[float]:
