@@ -82,6 +82,22 @@ def has_tangents() -> bool:
     return is_in_forward_mode() and torch._C._is_fwd_grad_enabled()
 
 
+def saved_tensors_hooks_here() -> tuple[Callable[[Any], Any], Callable[[Any], Any]] | None:
+    """Return the innermost hooks that pack and unpack what autograd saves in this thread."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(False)
+
+
+def accumulates(node: Any) -> bool:
+    """Tell whether the backward that is under way gives a leaf its gradient by this node of it.
+
+    False where it hands the gradient to who asked by autograd.grad, or does not want it.
+    """
+    try:
+        return bool(torch._C._will_engine_execute_node(node))
+    except RuntimeError:  # which it raises of a leaf that autograd.grad was asked for
+        return False
+
+
 def current_backward() -> int:
     """Return the number of the backward that this thread runs, or -1; nothing public tells."""
     return torch._C._current_graph_task_id()

@@ -1,6 +1,7 @@
 """ZeRO as settings of torch's fully_shard, with what it lacks around it.
 
 - shard, accumulate, Accumulation: the stages, and the micro-steps of a step.
+- stream: blocks whose weights rest in host memory, for one process.
 - Init: models that never stand whole anywhere. GatheredParameters: whole parameters for a while.
 - LossScaler: for gradients of float16.
 - save, load, inspect: checkpoints for any number of processes. consolidate: the model of one in
@@ -23,6 +24,7 @@ from deepspeed_ext.zero.init import Init
 from deepspeed_ext.zero.loading import load
 from deepspeed_ext.zero.scaling import LossScaler
 from deepspeed_ext.zero.stages import shard
+from deepspeed_ext.zero.streaming import Stream, stream
 
 __all__ = [
     "Accumulation",
@@ -30,6 +32,7 @@ __all__ = [
     "Init",
     "LossScaler",
     "Reader",
+    "Stream",
     "Writer",
     "accumulate",
     "consolidate",
@@ -40,4 +43,5 @@ __all__ = [
     "load",
     "save",
     "shard",
+    "stream",
 ]

@@ -10,7 +10,9 @@ Block = str | type[nn.Module]
 MARK = "_z3_leaf"  # DeepSpeed's, of modules that are one block with all that is in them
 
 
-def blocks_of(model: nn.Module, blocks: Iterable[Block] | None) -> dict[str, nn.Module]:
+def blocks_of(
+    model: nn.Module, blocks: Iterable[Block] | None, op: str = "zero.shard"
+) -> dict[str, nn.Module]:
     """Return the blocks of a model by name, in the order of its modules; the model is none.
 
     Args:
@@ -19,6 +21,7 @@ def blocks_of(model: nn.Module, blocks: Iterable[Block] | None) -> dict[str, nn.
             modules of one class that are listed one after another in a ModuleList, Sequential or
             ModuleDict, such as the layers of a transformer, and those that have the mark of
             `compat.utils.set_z3_leaf_modules`.
+        op: that errors begin with.
 
     Raises:
         ValueError: a name or a class is that of no module, or of one that is never called.
@@ -29,31 +32,29 @@ def blocks_of(model: nn.Module, blocks: Iterable[Block] | None) -> dict[str, nn.
         repeated = _repeated(model, "")
         return {name: module for name, module in modules.items() if name in repeated}
     if isinstance(blocks, str):
-        raise TypeError(f"zero.shard: blocks is the string {blocks!r}, expected several in a list")
+        raise TypeError(f"{op}: blocks is the string {blocks!r}, expected several in a list")
     found: set[str] = set()
     for block in blocks:
-        found |= _named(block, modules)
+        found |= _named(block, modules, op)
     return {name: module for name, module in modules.items() if name in found}
 
 
-def _named(block: Block, modules: dict[str, nn.Module]) -> set[str]:
+def _named(block: Block, modules: dict[str, nn.Module], op: str) -> set[str]:
     if isinstance(block, str):
         names = set(fnmatch.filter(modules, block))
     elif isinstance(block, type) and issubclass(block, nn.Module):
         names = {name for name, module in modules.items() if isinstance(module, block)}
     else:
-        raise TypeError(
-            f"zero.shard: blocks has {block!r}, expected names or classes of modules in it"
-        )
+        raise TypeError(f"{op}: blocks has {block!r}, expected names or classes of modules in it")
     if not names:
         raise ValueError(
-            f"zero.shard: blocks has {block!r}, expected a name or class of modules of the model,"
+            f"{op}: blocks has {block!r}, expected a name or class of modules of the model,"
             f" such as {next(iter(modules), 'none, as there are none')}"
         )
     for name in sorted(names):
         if not _is_called(modules[name]):
             raise ValueError(
-                f"zero.shard: blocks has {name!r}, a list that is never called, expected its"
+                f"{op}: blocks has {name!r}, a list that is never called, expected its"
                 f" members, such as '{name}.*'"
             )
     return names

@@ -1,0 +1,72 @@
+"""Weights that are on the device for a while, or on their way there."""
+
+import os
+import sys
+
+import torch
+from torch import Tensor
+
+from deepspeed_ext.offload.copies import Copy, CopyStreams, Event
+from deepspeed_ext.zero.streaming.pieces import Piece
+
+
+class Fetched:
+    """A copy of a piece on the device.
+
+    Its memory is of the current stream's pool, so the copy comes behind all that this stream was
+    given before: whatever had the memory until now.
+
+    Args:
+        piece: of parameters at rest.
+        streams: of the device.
+
+    Attributes:
+        piece: likewise.
+        memory: of all; to be read behind `wait`.
+    """
+
+    def __init__(self, piece: Piece, streams: CopyStreams) -> None:
+        self._event: Event | None = None
+        self._process = os.getpid()
+        self.piece = piece
+        self._streams = streams
+        self._stream = _current_stream(streams.device)
+        self.memory = torch.empty(piece.nbytes, dtype=torch.uint8, device=streams.device)
+        self._after = streams.event_now()
+
+    def begin(self) -> None:
+        """Begin to copy; this waits for who still writes a parameter at rest."""
+        piece = self.piece
+        copies = [
+            Copy(piece.weight(self.memory, i), param.detach())
+            for i, param in enumerate(piece.params)
+        ]
+        self._streams.has_room()  # which lets go of copies that are over
+        self._event = self._streams.send(copies, self._after)
+
+    def is_of_current_stream(self) -> bool:
+        """Tell whether the current stream may use the memory without a word to the allocator."""
+        return self._stream == _current_stream(self._streams.device)
+
+    def wait(self) -> None:
+        """Let the current stream wait for it."""
+        if self._event is not None and self._stream is not None:
+            self._stream.wait_event(self._event)
+
+    def finish(self) -> None:
+        """Wait until nothing is read at rest any more: others may write there then."""
+        event, self._event = self._event, None
+        if event is not None and os.getpid() == self._process and not sys.is_finalizing():
+            event.synchronize()
+
+    def weight(self, i: int) -> Tensor:
+        """Return a weight, as a tensor that nobody else has."""
+        return self.piece.weight(self.memory, i)
+
+    def __del__(self) -> None:
+        if "_event" in self.__dict__:
+            self.finish()  # or its memory would be used again while something is copied to it
+
+
+def _current_stream(device: torch.device) -> "torch.cuda.Stream | None":
+    return torch.cuda.current_stream(device) if device.type == "cuda" else None

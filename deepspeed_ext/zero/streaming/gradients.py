@@ -1,0 +1,144 @@
+"""Gradients of streamed weights: from the device to the parameters, which are in host memory."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from deepspeed_ext.offload.copies import Copy, CopyStreams, Event
+from deepspeed_ext.torch_internals.dispatch import accumulates, current_backward, queue_callback
+from deepspeed_ext.torch_internals.tensors import has_gradient_hooks
+from deepspeed_ext.zero.streaming.fetched import Fetched
+
+
+class Use(torch.autograd.Function):
+    """Stands between parameters at rest and the weights that a block computes with."""
+
+    @staticmethod
+    def forward(ctx: Any, home: "Gradients", got: Fetched, rows: list[int], *_: Tensor) -> Any:
+        """Return the weights of some rows of a piece; their parameters are the other arguments."""
+        ctx.set_materialize_grads(False)
+        ctx.home = home
+        return tuple(got.weight(row) for row in rows)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> Any:
+        """Bring gradients home, or have them brought there until backward ends."""
+        nodes = [node for node, _ in ctx.next_functions]
+        return None, None, None, *ctx.home.bring(nodes, grads)
+
+
+class Gradients:
+    """Brings gradients to host memory.
+
+    Where nobody looks at them before backward ends they come while it goes on, and parameters get
+    them at its end. Else, or if it cannot be told, backward waits for them.
+
+    Args:
+        streams: of the device.
+    """
+
+    def __init__(self, streams: CopyStreams) -> None:
+        self._streams = streams
+        self._coming: dict[int, list[_Coming]] = {}  # by the number of the backward
+        self.bytes_out = 0
+
+    def bring(self, nodes: Sequence[Any], grads: Sequence[Tensor | None]) -> list[Tensor | None]:
+        """Return what the backward of `Use` is to return.
+
+        Args:
+            nodes: where gradients of the parameters go.
+            grads: of the weights.
+        """
+        if torch.is_grad_enabled():  # a graph is made of this backward, too
+            return [None if grad is None else grad.to("cpu") for grad in grads]
+        found: list[Tensor | None] = [None] * len(grads)
+        later: list[tuple[Tensor, Tensor]] = []
+        now: list[int] = []
+        for i, (node, grad) in enumerate(zip(nodes, grads, strict=True)):
+            if node is None or grad is None:
+                continue
+            if grad.layout is not torch.strided:
+                found[i] = grad.to("cpu")
+            elif _is_for_nobody_else(node):
+                later.append((node.variable, grad))
+            else:
+                now.append(i)
+        coming = self._send([grads[i] for i in now])  # type: ignore[misc]
+        coming.wait()
+        for i, grad in zip(now, coming.host, strict=True):
+            found[i] = grad
+        if later:
+            self._bring_later(later)
+        return found
+
+    def forget(self) -> None:
+        """Drop what comes of backwards that have failed; none is under way."""
+        self._coming.clear()
+
+    def _bring_later(self, later: list[tuple[Tensor, Tensor]]) -> None:
+        number = current_backward()
+        if number not in self._coming:
+            self._coming[number] = []
+            queue_callback(lambda: self._end(number))
+        params = [param for param, _ in later]
+        grads = [_lying_as(grad, param) for param, grad in later]
+        coming = self._send(grads)
+        coming.params = params
+        self._coming[number].append(coming)
+
+    def _send(self, grads: list[Tensor]) -> "_Coming":
+        host = [grad.data for grad in self._streams.staged(grads)] if grads else []
+        event = self._streams.fetch(list(map(Copy, host, grads))) if grads else None
+        self.bytes_out += sum(grad.nbytes for grad in grads)
+        return _Coming(host, event)
+
+    @torch.no_grad()
+    def _end(self, number: int) -> None:
+        """Give parameters what a backward has brought, each its sum, as autograd does."""
+        sums: dict[int, tuple[Tensor, Tensor]] = {}
+        for coming in self._coming.pop(number, ()):
+            coming.wait()
+            for param, grad in zip(coming.params, coming.host, strict=True):
+                known = sums.get(id(param))
+                sums[id(param)] = (param, grad if known is None else known[1].add_(grad))
+        for param, grad in sums.values():
+            if param.grad is None:
+                param.grad = grad
+            elif param.grad.layout is torch.strided:
+                param.grad.add_(grad)
+            else:
+                param.grad = grad + param.grad
+
+
+class _Coming:
+    """Gradients on their way to host memory."""
+
+    def __init__(self, host: list[Tensor], event: Event | None) -> None:
+        self.params: list[Tensor] = []
+        self.host = host
+        self._event = event
+
+    def wait(self) -> None:
+        """Wait until they are there."""
+        if self._event is not None:
+            self._event.synchronize()
+
+
+def _is_for_nobody_else(node: Any) -> bool:
+    """Tell whether only the parameter gets a gradient from this node, and no hook looks at it."""
+    param = getattr(node, "variable", None)
+    if param is None or has_gradient_hooks(param) or not accumulates(node):
+        return False
+    # Those of DDP sit where nothing shows them.
+    return not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1)
+
+
+def _lying_as(grad: Tensor, param: Tensor) -> Tensor:
+    """Return a gradient in the layout of its parameter."""
+    if grad.stride() == param.stride() and grad.dtype == param.dtype:
+        return grad
+    made = torch.empty_strided(param.shape, param.stride(), dtype=param.dtype, device=grad.device)
+    return made.copy_(grad)

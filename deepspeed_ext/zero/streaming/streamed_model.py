@@ -1,0 +1,357 @@
+"""stream: weights of a model rest in host memory, and come to the device block by block."""
+
+import threading
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.weak import WeakIdKeyDictionary
+
+from deepspeed_ext.offload.activations.tracing import untraced_where_compiled
+from deepspeed_ext.offload.copies import CopyStreams
+from deepspeed_ext.torch_internals.dispatch import (
+    current_backward,
+    is_in_backward,
+    queue_callback,
+)
+from deepspeed_ext.torch_internals.tensors import past_torch_function
+from deepspeed_ext.zero.blocks import Block, blocks_of
+from deepspeed_ext.zero.streaming.fetched import Fetched
+from deepspeed_ext.zero.streaming.gradients import Gradients
+from deepspeed_ext.zero.streaming.order import Order
+from deepspeed_ext.zero.streaming.pieces import Piece
+from deepspeed_ext.zero.streaming.rest import (
+    OP,
+    bring_to_device,
+    bring_to_rest,
+    streamed_parameters,
+)
+from deepspeed_ext.zero.streaming.windows import Slot, Window, Windows, slots_of
+
+_MARK = "_zero_stream"
+
+
+class Stream:
+    """A model whose blocks are streamed; see `stream`."""
+
+    def __init__(
+        self, model: nn.Module, blocks: dict[str, nn.Module], to: torch.device, prefetch: int
+    ) -> None:
+        rows = streamed_parameters(model, blocks)
+        self._model = weakref.ref(model)
+        self._to = to
+        self._prefetch = prefetch
+        self._streams = CopyStreams(to)
+        self._gradients = Gradients(self._streams)
+        self._blocks = weakref.WeakSet(blocks.values())
+        self._order = {False: Order(blocks.values()), True: Order(reversed([*blocks.values()]))}
+        self._windows = Windows()
+        self._lock = threading.RLock()  # autograd has threads of its own
+        self._held: list[Fetched] = []  # for backward, the one that was used last is the last
+        self._ahead: dict[nn.Module, Fetched] = {}  # for the forward of the model that goes on
+        self._is_in_forward = False
+        self._backwards: set[int] = set()  # numbers of those under way that want weights
+        self._blocks_of = WeakIdKeyDictionary()  # of what rests
+        self._counts = {"fetched": 0, "ahead": 0, "bytes_in": 0}
+        for params in rows:
+            bring_to_rest(params)
+        bring_to_device(model, to, (param for params in rows for param in params))
+        for params, block in zip(rows, blocks.values(), strict=True):
+            for param in params:
+                self._blocks_of[param] = weakref.ref(block)
+        self._handles = [
+            model.register_forward_pre_hook(_Hook(self, "begin_forward"), prepend=True),
+            model.register_forward_hook(_Hook(self, "end_forward"), always_call=True),
+        ]
+        for block in blocks.values():
+            for module in block.modules():
+                if module is block or any(
+                    param in self._blocks_of for param in module.parameters(recurse=False)
+                ):
+                    before, after = _Hook(self, "enter"), _Hook(self, "leave")
+                    self._handles += [
+                        module.register_forward_pre_hook(before, prepend=True),
+                        module.register_forward_hook(after, always_call=True),
+                    ]
+        object.__setattr__(model, _MARK, self)
+
+    def stats(self) -> dict[str, int]:
+        """Return counts so far.
+
+        Returns:
+            `fetched`: how often a block came to the device; `ahead`: how often of that before it
+            was wanted; `bytes_in` and `bytes_out`: weights to the device, gradients from it;
+            `resting_bytes`: of all weights in host memory.
+        """
+        resting = sum(param.nbytes for param in self._blocks_of)
+        out = self._gradients.bytes_out
+        return {**self._counts, "bytes_out": out, "resting_bytes": resting}
+
+    def close(self) -> None:
+        """Stream no more: parameters stay where they are, and the model is an ordinary one."""
+        for handle in self._handles:
+            handle.remove()
+        self._windows.close_all()
+        self._let_go()
+        model = self._model()
+        if model is not None and getattr(model, _MARK, None) is self:
+            object.__delattr__(model, _MARK)
+
+    def __deepcopy__(self, memo: Any) -> "Stream":
+        return self  # hooks of a copy of the model go on calling it
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _nothing, ()  # a pickle of the model is an ordinary one
+
+    def _let_go(self) -> None:
+        with self._lock:
+            self._held.clear()
+            self._ahead.clear()
+
+    # Forward
+
+    def begin_forward(self, model: nn.Module, *_: Any) -> None:
+        """See that nothing is left of a forward or a backward that has failed."""
+        if is_in_backward():
+            return
+        self._windows.close_all()
+        with self._lock:
+            self._let_go()
+            self._backwards.clear()
+            self._gradients.forget()
+            self._order[False].begin()
+            self._is_in_forward = True
+
+    def end_forward(self, model: nn.Module, *_: Any) -> None:
+        """Drop what was fetched for blocks that were not called."""
+        if is_in_backward():
+            return
+        with self._lock:
+            self._is_in_forward = False
+            self._ahead.clear()
+            if not torch.is_grad_enabled():
+                self._held.clear()
+
+    @untraced_where_compiled
+    def enter(self, module: nn.Module, *_: Any) -> None:
+        """Put fetched weights in the place of parameters, if they are not there."""
+        is_block = module in self._blocks
+        found = list(slots_of(module, is_block, self._is_streamed))
+        if not found:
+            return
+        if is_in_backward():
+            block = module if is_block else self._block_with(found[0][0]) or module
+            piece = self._piece(block) or _piece(found, None)
+            got = self.fetched(piece)
+        else:
+            piece = _piece(found, module if is_block else None)
+            got = self._for_forward(piece)
+        rows = {id(param): row for row, param in enumerate(piece.params)}
+        slots = [Slot(at, name, rows[id(param)]) for param, at, name in found]
+        self._windows.open.append(Window(module, self, self._gradients, got, slots))
+
+    @untraced_where_compiled
+    def leave(self, module: nn.Module, *_: Any) -> None:
+        """Let the module have its parameters again."""
+        self._windows.close(module)
+
+    def _for_forward(self, piece: Piece) -> Fetched:
+        """Return weights for a call, and begin to bring those that are wanted next.
+
+        Nothing is used again that was fetched for another call: who writes to `.data` tells nobody.
+        """
+        with self._lock:
+            block = piece.block
+            ahead = None if block is None else self._ahead.pop(block, None)
+            self._held.clear()
+            got = self._there(piece, [] if ahead is None else [ahead])
+            if block is not None and self._is_in_forward:
+                order = self._order[False]
+                order.note(block)
+                for following in order.after(block, self._prefetch):
+                    wanted = None if following in self._ahead else self._piece(following)
+                    if wanted is not None:
+                        self._ahead[following] = self._begun(wanted)
+            self._held.append(got)  # backward may begin with it
+            return got
+
+    def _there(self, piece: Piece, ahead: Sequence[Fetched]) -> Fetched:
+        """Return a piece behind which the current stream waits."""
+        got = _found(piece, ahead)
+        self._counts["ahead"] += got is not None
+        got = got or self._begun(piece)
+        got.wait()
+        return got
+
+    def _begun(self, piece: Piece) -> Fetched:
+        got = Fetched(piece, self._streams)
+        got.begin()
+        self._counts["fetched"] += 1
+        self._counts["bytes_in"] += piece.nbytes
+        return got
+
+    # Backward
+
+    @untraced_where_compiled
+    def fetched(self, piece: Piece) -> Fetched:
+        """Return what a backward wants that has saved weights of a piece."""
+        with self._lock:
+            self._follow_backward()
+            held = self._held
+            if held and held[0].piece is piece and held[0].is_of_current_stream():
+                return held[0]
+            got = self._there(piece, held)
+            wanted = [got]
+            if piece.block is not None:
+                order = self._order[True]
+                order.note(piece.block)
+                for block in order.after(piece.block, self._prefetch):
+                    following = self._piece(block)
+                    if following is not None:
+                        known = _found(following, held)
+                        wanted.append(known or self._begun(following))
+            self._held = wanted
+            return got
+
+    def _follow_backward(self) -> None:
+        number = current_backward()
+        if number != -1 and number not in self._backwards:
+            if not self._backwards:
+                self._order[True].begin()
+            self._backwards.add(number)
+            queue_callback(partial(self._end_backward, number))
+
+    def _end_backward(self, number: int) -> None:
+        with self._lock:
+            self._backwards.discard(number)
+            if not self._backwards:
+                self._held.clear()
+
+    # What is fetched
+
+    def _is_streamed(self, param: Tensor) -> bool:
+        with past_torch_function():
+            return param.device != self._to or param in self._blocks_of
+
+    def _block_with(self, param: Tensor) -> nn.Module | None:
+        known = self._blocks_of.get(param)
+        return None if known is None else known()
+
+    def _piece(self, block: nn.Module) -> Piece | None:
+        """Return all that is to be fetched of a block, or None."""
+        found = list(slots_of(block, True, self._is_streamed))
+        return _piece(found, block) if found else None
+
+
+class _Hook:
+    """Calls a method of a stream; a pickle of it does nothing, a copy is of the same stream."""
+
+    def __init__(self, stream: Stream, name: str) -> None:
+        self._stream, self._name = stream, name
+
+    def __call__(self, module: nn.Module, *rest: Any) -> None:
+        getattr(self._stream, self._name)(module, *rest)
+
+    def __deepcopy__(self, memo: Any) -> "_Hook":
+        return self
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _hook_of_nothing, ()
+
+
+def _hook_of_nothing() -> Callable[..., None]:
+    return _do_nothing
+
+
+def _nothing() -> None:
+    return None
+
+
+def _do_nothing(*_: Any) -> None:
+    pass
+
+
+def _found(piece: Piece, ahead: Iterable[Fetched]) -> Fetched | None:
+    """Return what there is of a piece, as its parameters are now."""
+    for got in ahead:
+        if got.is_of_current_stream() and piece.is_like(got.piece):
+            return got
+    return None
+
+
+def _piece(found: list[tuple[Tensor, nn.Module, str]], block: nn.Module | None) -> Piece:
+    return Piece([*{id(param): param for param, *_ in found}.values()], block)
+
+
+def stream(
+    model: nn.Module,
+    device: str = "cpu",
+    *,
+    to: torch.device | str | None = None,
+    blocks: Iterable[Block] | None = None,
+    prefetch: int = 1,
+) -> Stream:
+    """Let the weights of a model's blocks rest in host memory, and come as they are wanted.
+
+    Parameters stay the objects that they are. Those of a block lie in one piece of pinned host
+    memory, where optimizers, `state_dict`, `load_state_dict` and all that is outside of a forward
+    find them; while a block computes, its modules have copies on the device in their place, for
+    which `1 + prefetch` blocks of memory are enough. Autograd saves none of these copies: backward
+    fetches them again. Gradients leave the device as backward makes them, and parameters get them
+    in host memory when it ends, or at once where somebody has a hook on them.
+
+    What is in no block, such as embeddings, what other modules have, too, such as a tied head, and
+    what is small beside its block's largest parameter (less than a 64th, as norms and adapters
+    are) stays on the device, and so do buffers.
+
+    Make the optimizer before or after it; one that steps in host memory, such as
+    `DeepSpeedCPUAdam`, steps what rests. What is not seen: a weight that forward itself writes by
+    `.data`; writes that count versions are taken home.
+
+    Args:
+        model: of one process, on any device. Its blocks are called as modules; what takes their
+            weights outside of a call finds them in host memory.
+        device: where weights rest: "cpu".
+        to: where the model computes; None: the current GPU if there is one, else the CPU.
+        blocks: names of modules, in which * stands for anything, or classes, beside each other.
+            None: modules of one class listed in a ModuleList, Sequential or ModuleDict.
+        prefetch: how many blocks are brought ahead of the one that computes, 0 or more.
+
+    Returns:
+        What tells of it and ends it: `stats()`, `close()`.
+
+    Raises:
+        ValueError: an argument or a parameter is not as it must be; the text names it.
+        TypeError: model is none.
+
+    See: Rajbhandari et al., "ZeRO-Infinity", 2021, section 5.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"{OP}: model is a {type(model).__name__}, expected a torch.nn.Module")
+    if device != "cpu":
+        raise ValueError(f"{OP}: device is {device!r}, expected 'cpu'")
+    if isinstance(prefetch, bool) or not isinstance(prefetch, int) or prefetch < 0:
+        raise ValueError(f"{OP}: prefetch is {prefetch!r}, expected a number, 0 or more")
+    if getattr(model, _MARK, None) is not None:
+        raise ValueError(f"{OP}: model is streamed already, expected one that is not")
+    found = blocks_of(model, blocks, OP)
+    if not found:
+        raise ValueError(
+            f"{OP}: model has no list of modules of one class, expected blocks; name them by"
+            " blocks="
+        )
+    return Stream(model, found, _device(to), prefetch)
+
+
+def _device(to: torch.device | str | None) -> torch.device:
+    if to is None:
+        to = "cuda" if torch.cuda.is_available() else "cpu"
+    device = torch.device(to)
+    if device.type not in ("cpu", "cuda"):
+        raise ValueError(f"{OP}: to is {to!r}, expected a CUDA device or the CPU")
+    if device.type == "cuda" and device.index is None:
+        return torch.device("cuda", torch.cuda.current_device())
+    return device

@@ -1,0 +1,135 @@
+"""Calls of modules with fetched weights in the place of their parameters.
+
+A weight stands in the module's own dictionary, where attributes are looked for first, so that
+`module.weight` is on the device while `module.parameters()` and state dicts have what rests.
+"""
+
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+
+from deepspeed_ext.torch_internals.dispatch import saved_tensors_hooks_here
+from deepspeed_ext.zero.streaming.fetched import Fetched
+from deepspeed_ext.zero.streaming.gradients import Gradients, Use
+from deepspeed_ext.zero.streaming.saved_weights import Packer, Source, unpack
+
+_FLAT = "_flat_weights"  # where recurrent modules of torch have their weights once more
+
+
+class Slot(NamedTuple):
+    """Where a module has a parameter."""
+
+    module: nn.Module
+    name: str
+    row: int  # of the piece
+
+
+class Window:
+    """One call of a module, from its first hook to its last.
+
+    Args:
+        module: that is called.
+        source: fetches weights again for backward.
+        gradients: takes theirs.
+        got: the weights.
+        slots: what they stand in place of.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        source: Source,
+        gradients: Gradients,
+        got: Fetched,
+        slots: list[Slot],
+    ) -> None:
+        self.module = module
+        self._got, self._slots = got, slots
+        self._hooks: saved_tensors_hooks | None = None
+        self._flat: list[nn.Module] = []
+        self._weights = _weights(gradients, got)
+        self._versions = [weight._version for weight in self._weights]
+        try:
+            for at, name, row in slots:
+                at.__dict__[name] = self._weights[row]
+            for at in {id(slot.module): slot.module for slot in slots}.values():
+                if isinstance(at, nn.RNNBase):
+                    self._flat.append(at)
+                    at.__dict__[_FLAT] = [getattr(at, n, None) for n in at._flat_weights_names]
+            if torch.is_grad_enabled():
+                packer = Packer(source, got, saved_tensors_hooks_here())
+                self._hooks = saved_tensors_hooks(packer.pack, unpack)
+                self._hooks.__enter__()
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """Let the module have its parameters again, with what it has written to them."""
+        hooks, self._hooks = self._hooks, None
+        if hooks is not None:
+            hooks.__exit__(None, None, None)
+        for at, name, row in self._slots:
+            if at.__dict__.get(name) is self._weights[row]:
+                del at.__dict__[name]
+        for at in self._flat:
+            at.__dict__[_FLAT] = [getattr(at, n, None) for n in at._flat_weights_names]  # type: ignore[union-attr]
+        self._got.finish()
+        self._take_writes()
+        self._weights = []
+
+    def _take_writes(self) -> None:
+        params = self._got.piece.params
+        both = zip(params, self._weights, self._versions, strict=False)
+        written = [(param, weight) for param, weight, before in both if weight._version != before]
+        with torch.no_grad():
+            for param, weight in written:
+                param.copy_(weight)
+
+
+def _weights(gradients: Gradients, got: Fetched) -> list[Tensor]:
+    """Return the weights of a piece; those that are trained have a way back to the parameters."""
+    params = got.piece.params
+    trained = [i for i, param in enumerate(params) if param.requires_grad]
+    if not torch.is_grad_enabled() or not trained:
+        return [got.weight(i) for i in range(len(params))]
+    used: Any = Use.apply(gradients, got, trained, *(params[i] for i in trained))  # type: ignore[no-untyped-call]
+    given = dict(zip(trained, used, strict=True))
+    return [given[i] if i in given else got.weight(i) for i in range(len(params))]
+
+
+class Windows(threading.local):
+    """The windows that are open in this thread, the innermost last."""
+
+    def __init__(self) -> None:
+        self.open: list[Window] = []
+
+    def close(self, module: nn.Module) -> None:
+        """Close the innermost one if it is of this module."""
+        if self.open and self.open[-1].module is module:
+            self.open.pop().close()
+
+    def close_all(self) -> None:
+        """Close what Ctrl-C has left open, of which torch tells no hook."""
+        while self.open:
+            self.open.pop().close()
+
+
+def slots_of(
+    module: nn.Module, recurse: bool, is_streamed: Callable[[Tensor], bool]
+) -> Iterator[tuple[Tensor, nn.Module, str]]:
+    """Yield parameters that are to be fetched, the modules that have them, and by which names.
+
+    Args:
+        module: to look at.
+        recurse: at those in it, too.
+        is_streamed: tells of a parameter whether it is to be fetched.
+    """
+    for at in module.modules() if recurse else (module,):
+        for name, param in at._parameters.items():
+            if param is not None and name not in at.__dict__ and is_streamed(param):
+                yield param, at, name
