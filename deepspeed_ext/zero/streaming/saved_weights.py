@@ -8,6 +8,7 @@ from torch import Tensor
 
 from deepspeed_ext.offload.activations.forms import Form, check_version, form_of
 from deepspeed_ext.offload.activations.kept import Staying, staying
+from deepspeed_ext.torch_internals.dispatch import saved_tensors_hooks_here
 from deepspeed_ext.torch_internals.tensors import past_torch_function, storage_id
 from deepspeed_ext.zero.streaming.fetched import Fetched
 from deepspeed_ext.zero.streaming.pieces import Piece
@@ -48,33 +49,52 @@ class _Elsewhere(NamedTuple):
 
 
 class Packer:
-    """Packs what autograd saves while a block computes with fetched weights.
+    """Packs what autograd saves while modules compute with fetched weights.
 
     Args:
         source: fetches them again.
         got: what there is now.
-        beneath: the hooks that pack all else, or None.
     """
 
-    def __init__(self, source: Source, got: Fetched, beneath: Hooks | None) -> None:
+    def __init__(self, source: Source, got: Fetched) -> None:
         self._source, self._piece = source, got.piece
         self._storage = got.memory.untyped_storage()  # held, so nothing else has its number
         self._number = storage_id(self._storage)
+
+    def with_hooks_here(self) -> Callable[[Tensor], Any]:
+        """Return a hook that packs weights, and leaves all else to the hooks that there are."""
+        return _Pack(self, saved_tensors_hooks_here())
+
+    def packs_here(self) -> bool:
+        """Tell whether the innermost hooks are of this one."""
+        hooks = saved_tensors_hooks_here()
+        return hooks is not None and isinstance(hooks[0], _Pack) and hooks[0].packer is self
+
+    def packed(self, tensor: Tensor) -> _Saved | None:
+        """Return what autograd is to hold of a weight; of anything else None."""
+        if _number_of(tensor) != self._number:
+            return None
+        form = form_of(tensor)
+        row = bisect_right(self._piece.begins, form.begin) - 1
+        return _Saved(self._source, self._piece, row, form)
+
+
+class _Pack:
+    def __init__(self, packer: Packer, beneath: Hooks | None) -> None:
+        self.packer = packer
         self._beneath = beneath
 
-    def pack(self, tensor: Tensor) -> "_Saved | _Elsewhere | Staying":
-        """Return what autograd is to hold."""
-        if _number_of(tensor) == self._number:
-            form = form_of(tensor)
-            row = bisect_right(self._piece.begins, form.begin) - 1
-            return _Saved(self._source, self._piece, row, form)
+    def __call__(self, tensor: Tensor) -> _Saved | _Elsewhere | Staying:
+        saved = self.packer.packed(tensor)
+        if saved is not None:
+            return saved
         if self._beneath is not None:
             pack, unpack = self._beneath
             return _Elsewhere(unpack, pack(tensor))
         return staying(tensor)
 
 
-def unpack(packed: "_Saved | _Elsewhere | Staying") -> Any:
+def unpack(packed: _Saved | _Elsewhere | Staying) -> Any:
     """Return the tensor."""
     return packed.unpack()
 

@@ -2,7 +2,7 @@
 
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
@@ -52,6 +52,7 @@ class Stream:
         self._lock = threading.RLock()  # autograd has threads of its own
         self._held: list[Fetched] = []  # for backward, the one that was used last is the last
         self._ahead: dict[nn.Module, Fetched] = {}  # for the forward of the model that goes on
+        self._begun_ahead = weakref.WeakSet[Fetched]()  # of which nobody has wanted any yet
         self._is_in_forward = False
         self._backwards: set[int] = set()  # numbers of those under way that want weights
         self._blocks_of = WeakIdKeyDictionary()  # of what rests
@@ -141,6 +142,7 @@ class Stream:
         is_block = module in self._blocks
         found = list(slots_of(module, is_block, self._is_streamed))
         if not found:
+            self._windows.pack_again(module)
             return
         if is_in_backward():
             block = module if is_block else self._block_with(found[0][0]) or module
@@ -166,24 +168,33 @@ class Stream:
         with self._lock:
             block = piece.block
             ahead = None if block is None else self._ahead.pop(block, None)
+            there = None if ahead is None else _found(piece, [ahead])
+            del ahead
             self._held.clear()
-            got = self._there(piece, [] if ahead is None else [ahead])
+            got = self._wanted(there, piece)
             if block is not None and self._is_in_forward:
                 order = self._order[False]
                 order.note(block)
                 for following in order.after(block, self._prefetch):
                     wanted = None if following in self._ahead else self._piece(following)
                     if wanted is not None:
-                        self._ahead[following] = self._begun(wanted)
+                        self._ahead[following] = self._ahead_of_use(wanted)
             self._held.append(got)  # backward may begin with it
             return got
 
-    def _there(self, piece: Piece, ahead: Sequence[Fetched]) -> Fetched:
-        """Return a piece behind which the current stream waits."""
-        got = _found(piece, ahead)
-        self._counts["ahead"] += got is not None
-        got = got or self._begun(piece)
+    def _wanted(self, there: Fetched | None, piece: Piece) -> Fetched:
+        """Return a piece behind which the current stream waits; it may be there."""
+        got = there or self._begun(piece)
+        got.piece = piece  # or one like it
+        if got in self._begun_ahead:
+            self._begun_ahead.discard(got)
+            self._counts["ahead"] += 1
         got.wait()
+        return got
+
+    def _ahead_of_use(self, piece: Piece) -> Fetched:
+        got = self._begun(piece)
+        self._begun_ahead.add(got)
         return got
 
     def _begun(self, piece: Piece) -> Fetched:
@@ -203,17 +214,17 @@ class Stream:
             held = self._held
             if held and held[0].piece is piece and held[0].is_of_current_stream():
                 return held[0]
-            got = self._there(piece, held)
-            wanted = [got]
+            wanted = [piece]
             if piece.block is not None:
                 order = self._order[True]
                 order.note(piece.block)
-                for block in order.after(piece.block, self._prefetch):
-                    following = self._piece(block)
-                    if following is not None:
-                        known = _found(following, held)
-                        wanted.append(known or self._begun(following))
-            self._held = wanted
+                following = map(self._piece, order.after(piece.block, self._prefetch))
+                wanted += [each for each in following if each is not None]
+            there = [_found(each, held) for each in wanted]
+            held.clear()  # what is not wanted goes before others come
+            got = self._wanted(there[0], piece)
+            both = zip(wanted[1:], there[1:], strict=True)
+            held += [got, *(known or self._ahead_of_use(each) for each, known in both)]
             return got
 
     def _follow_backward(self) -> None:

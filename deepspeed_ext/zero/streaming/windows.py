@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from deepspeed_ext.torch_internals.dispatch import saved_tensors_hooks_here
 from deepspeed_ext.zero.streaming.fetched import Fetched
 from deepspeed_ext.zero.streaming.gradients import Gradients, Use
 from deepspeed_ext.zero.streaming.saved_weights import Packer, Source, unpack
@@ -26,6 +25,25 @@ class Slot(NamedTuple):
     module: nn.Module
     name: str
     row: int  # of the piece
+
+
+class Packing:
+    """One call of a module in which autograd saves no weights of a window.
+
+    Args:
+        module: that is called.
+        packer: knows the weights.
+    """
+
+    def __init__(self, module: nn.Module, packer: Packer) -> None:
+        self.module = module
+        self.packer = packer
+        self._hooks = saved_tensors_hooks(packer.with_hooks_here(), unpack)
+        self._hooks.__enter__()
+
+    def close(self) -> None:
+        """Let autograd save as before."""
+        self._hooks.__exit__(None, None, None)
 
 
 class Window:
@@ -49,7 +67,8 @@ class Window:
     ) -> None:
         self.module = module
         self._got, self._slots = got, slots
-        self._hooks: saved_tensors_hooks | None = None
+        self.packer = Packer(source, got)
+        self._packing: Packing | None = None
         self._flat: list[nn.Module] = []
         self._weights = _weights(gradients, got)
         self._versions = [weight._version for weight in self._weights]
@@ -61,18 +80,16 @@ class Window:
                     self._flat.append(at)
                     at.__dict__[_FLAT] = [getattr(at, n, None) for n in at._flat_weights_names]
             if torch.is_grad_enabled():
-                packer = Packer(source, got, saved_tensors_hooks_here())
-                self._hooks = saved_tensors_hooks(packer.pack, unpack)
-                self._hooks.__enter__()
+                self._packing = Packing(module, self.packer)
         except BaseException:
             self.close()
             raise
 
     def close(self) -> None:
         """Let the module have its parameters again, with what it has written to them."""
-        hooks, self._hooks = self._hooks, None
-        if hooks is not None:
-            hooks.__exit__(None, None, None)
+        packing, self._packing = self._packing, None
+        if packing is not None:
+            packing.close()
         for at, name, row in self._slots:
             if at.__dict__.get(name) is self._weights[row]:
                 del at.__dict__[name]
@@ -106,7 +123,17 @@ class Windows(threading.local):
     """The windows that are open in this thread, the innermost last."""
 
     def __init__(self) -> None:
-        self.open: list[Window] = []
+        self.open: list[Window | Packing] = []
+
+    def pack_again(self, module: nn.Module) -> None:
+        """See that nobody's hooks, as those of a checkpoint, save weights of the innermost window.
+
+        They would be other tensors when a checkpoint computes again.
+        """
+        if self.open and torch.is_grad_enabled():
+            packer = self.open[-1].packer
+            if not packer.packs_here():
+                self.open.append(Packing(module, packer))
 
     def close(self, module: nn.Module) -> None:
         """Close the innermost one if it is of this module."""

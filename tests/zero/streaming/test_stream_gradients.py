@@ -29,7 +29,9 @@ CHANGES = {
     "twice": lambda model: setattr(model, "calls", [0, 1, 1, 0, 3]),
     "not all": lambda model: setattr(model, "calls", [3, 1]),
     "transposed": lambda model: setattr(
-        model.layers[0].up, "weight", nn.Parameter(torch.randn(16, 64).t() / 16)
+        model.layers[0].up,
+        "weight",
+        nn.Parameter(model.layers[1].up.weight.detach().t().clone().t()),
     ),
     "checkpoint": lambda model: setattr(
         model, "wrap", lambda block, x: checkpoint(block, x, use_reentrant=False)

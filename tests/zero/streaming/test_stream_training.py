@@ -1,0 +1,148 @@
+"""Twenty steps of a streamed model are those of a model in memory, bit for bit."""
+
+import copy
+
+import pytest
+import torch
+from stream_cases import (
+    Model,
+    assert_equal_models,
+    loss_of,
+    pair,
+    some_ids,
+)
+from torch import nn
+
+from deepspeed_ext import offload, zero
+from deepspeed_ext.optim import DeepSpeedCPUAdam
+
+STEPS = 20
+FORMATS = {
+    "float32": {},
+    "bf16 moments": {"state_dtype": torch.bfloat16},
+    "compact": {"state_dtype": torch.uint8, "master": "remainder"},
+    "masters": {"master_weights": True},
+}
+
+
+def train(model, optimizer, device, micro_steps=1, each=lambda step: None, max_norm=None):
+    for step in range(STEPS):
+        each(step)
+        for micro in range(micro_steps):
+            loss_of(model, some_ids(device, 100 * step + micro)).backward()
+        if max_norm is not None:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("state", FORMATS)
+@pytest.mark.parametrize("micro_steps", [1, 3])
+@pytest.mark.parametrize("kind", ["offload", "free_grads"])
+def test_with_offload_optimizer(device, state, micro_steps, kind):
+    dtype = torch.float32 if state in ("float32", "bf16 moments") else torch.bfloat16
+    streamed, kept, _ = pair(device, dtype=dtype, unused=True, shared=True)
+    for model in (streamed, kept):
+        with offload.OffloadOptimizer(
+            model.parameters(),
+            model=model,
+            lr=1e-2,
+            free_grads=kind == "free_grads",
+            **FORMATS[state],
+        ) as optimizer:
+            train(model, optimizer, device, micro_steps)
+            optimizer.synchronize()
+    assert_equal_models(streamed, kept)
+
+
+@pytest.mark.parametrize("micro_steps", [1, 3])
+def test_with_state_on_disk(device, micro_steps, tmp_path):
+    streamed, kept, _ = pair(device)
+    for model in (streamed, kept):
+        with offload.OffloadOptimizer(
+            model.parameters(),
+            model=model,
+            lr=1e-2,
+            device="nvme",
+            nvme_path=tmp_path,
+            nvme_fraction=1.0,
+        ) as optimizer:
+            train(model, optimizer, device, micro_steps)
+            optimizer.synchronize()
+    assert_equal_models(streamed, kept)
+
+
+@pytest.mark.parametrize("state", FORMATS)
+def test_with_a_cpu_optimizer_that_clips(state):
+    dtype = torch.float32 if state in ("float32", "bf16 moments") else torch.bfloat16
+    streamed, kept, _ = pair("cpu", dtype=dtype, unused=True)
+    for model in (streamed, kept):
+        optimizer = DeepSpeedCPUAdam(model.parameters(), lr=1e-2, **FORMATS[state])
+        train(model, optimizer, "cpu", 3, max_norm=0.05)
+    assert_equal_models(streamed, kept)
+
+
+def test_frozen_thawed_and_added_later():
+    streamed, kept, _ = pair("cpu", lambda model: model.layers[1].requires_grad_(False))
+    for model in (streamed, kept):
+        late = set(map(id, model.layers[2].parameters()))
+        first = [p for p in model.parameters() if id(p) not in late]
+        optimizer = torch.optim.AdamW(first, lr=1e-2)
+
+        def change(step, model=model, optimizer=optimizer):
+            if step == 5:
+                model.layers[1].requires_grad_(True)
+            if step == 8:
+                optimizer.add_param_group({"params": model.layers[2].parameters(), "lr": 1e-3})
+            if step == 11:
+                model.layers[0].up.requires_grad_(False)
+
+        train(model, optimizer, "cpu", each=change)
+    assert_equal_models(streamed, kept)
+
+
+class Adapted(nn.Module):
+    def __init__(self, base):
+        super().__init__()
+        self.base = base.requires_grad_(False)
+        self.a = nn.Parameter(torch.full((2, base.in_features), 0.1))
+        self.b = nn.Parameter(torch.zeros(base.out_features, 2))
+
+    def forward(self, x):
+        return self.base(x) + x @ self.a.t() @ self.b.t()
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_adapters(device, when):
+    def adapt(model):
+        model.requires_grad_(False)
+        for block in model.layers:
+            block.up = Adapted(block.up).to(next(model.words.parameters()).device)
+
+    streamed, kept, handle = pair(device, adapt if when == "before" else lambda model: None)
+    if when == "after":
+        adapt(streamed), adapt(kept)
+    for model in (streamed, kept):
+        optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
+        train(model, optimizer, device)
+    assert_equal_models(streamed, kept)
+    assert streamed.layers[0].up.a.device.type == device
+    assert handle.stats()["bytes_out"] == 0 or device == "cpu"
+
+
+def test_an_optimizer_that_was_made_before(device):
+    kept = Model()
+    streamed = copy.deepcopy(kept)
+    optimizers = {
+        model: torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+        for model in (streamed, kept)
+    }
+    handle = zero.stream(streamed, to=device)
+    kept.to(device)
+    for model, optimizer in optimizers.items():
+        train(model, optimizer, device)
+    both = zip(streamed.parameters(), kept.parameters(), strict=True)
+    for param, other in both:
+        torch.testing.assert_close(param.cpu(), other.cpu())
+    assert handle.stats()["ahead"] > 0
