@@ -52,6 +52,7 @@ class Stream:
         self._lock = threading.RLock()  # autograd has threads of its own
         self._held: list[Fetched] = []  # for backward, the one that was used last is the last
         self._ahead: dict[nn.Module, Fetched] = {}  # for the forward of the model that goes on
+        self._last: Piece | None = None  # that backward has wanted
         self._begun_ahead = weakref.WeakSet[Fetched]()  # of which nobody has wanted any yet
         self._is_in_forward = False
         self._backwards: set[int] = set()  # numbers of those under way that want weights
@@ -109,7 +110,7 @@ class Stream:
 
     def _let_go(self) -> None:
         with self._lock:
-            self._held.clear()
+            self._drop_held()
             self._ahead.clear()
 
     # Forward
@@ -134,7 +135,7 @@ class Stream:
             self._is_in_forward = False
             self._ahead.clear()
             if not torch.is_grad_enabled():
-                self._held.clear()
+                self._drop_held()
 
     @untraced_where_compiled
     def enter(self, module: nn.Module, *_: Any) -> None:
@@ -170,7 +171,7 @@ class Stream:
             ahead = None if block is None else self._ahead.pop(block, None)
             there = None if ahead is None else _found(piece, [ahead])
             del ahead
-            self._held.clear()
+            self._drop_held()
             got = self._wanted(there, piece)
             if block is not None and self._is_in_forward:
                 order = self._order[False]
@@ -212,8 +213,9 @@ class Stream:
         with self._lock:
             self._follow_backward()
             held = self._held
-            if held and held[0].piece is piece and held[0].is_of_current_stream():
+            if self._last is piece and held and held[0].is_of_current_stream():
                 return held[0]
+            self._last = piece
             wanted = [piece]
             if piece.block is not None:
                 order = self._order[True]
@@ -239,7 +241,11 @@ class Stream:
         with self._lock:
             self._backwards.discard(number)
             if not self._backwards:
-                self._held.clear()
+                self._drop_held()
+
+    def _drop_held(self) -> None:
+        self._last = None
+        self._held.clear()
 
     # What is fetched
 
