@@ -1,6 +1,6 @@
 """Parameters that travel and are stepped together: gradients out, a step in host memory, back."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from time import perf_counter
 
@@ -14,6 +14,7 @@ from deepspeed_ext.offload.host_optimizer import HostOptimizer, pieces
 from deepspeed_ext.offload.host_tensors import put
 from deepspeed_ext.offload.seals import Question, Stamps, parts_of, seal, stamps_of
 from deepspeed_ext.offload.sent_gradients import sent
+from deepspeed_ext.offload.streamed import are_apart, home_of, move
 from deepspeed_ext.offload.worker import Task
 from deepspeed_ext.ops.optimizers.fingerprint import fingerprints
 from deepspeed_ext.ops.optimizers.l2_norm import squared_norms
@@ -225,6 +226,7 @@ class HostBucket:
             self.host_optimizer.state[copy].renew(shown)
         self.shadow = old
         everywhere = range(len(self.owners))
+        self._bring_home(everywhere)
         parts = self._parts(everywhere)
         self._send(list(map(Copy, parts, self._copies())), after)
         self._note_sent(everywhere, parts)
@@ -258,6 +260,7 @@ class HostBucket:
             self._sent[0].synchronize()
 
     def _send(self, copies: list[Copy], after: Event | None) -> None:
+        copies = [copy for copy in copies if are_apart(*copy)]  # those that are streamed are home
         event = self.streams.send(copies, after)
         self._sent = None if event is None else (event, set())
         self.bytes_back += sum(copy.source.nbytes for copy in copies)
@@ -322,10 +325,22 @@ class HostBucket:
         self.await_returned()
         copies, owners = self._copies(), parts_of(self.owners)
         self.weights, self.prints = seal(self.owners)
-        event = self.streams.fetch([Copy(copies[i], owners[i]) for i in changed])
+        apart = [i for i in changed if are_apart(copies[i], owners[i])]
+        event = self.streams.fetch([Copy(copies[i], owners[i]) for i in apart])
         if event is not None:
             event.synchronize()
+        # A streamed parameter has the memory of its copy, which does not count its writes.
+        torch.autograd.graph.increment_version([self.bucket.params[i] for i in changed])
+        if self._bring_home(apart):
+            self.weights = stamps_of(self.owners)
         return True
+
+    def _bring_home(self, indices: Iterable[int]) -> bool:
+        """Give streamed parameters the memory of their copies; return whether any had another."""
+        streamed = [i for i in indices if home_of(self.owners[i]) is not None]
+        for i in streamed:
+            move(self.owners[i], self.bucket.params[i].data)
+        return bool(streamed)
 
     def make_shadow(self, weights: list[Tensor]) -> None:
         """Get shadow buffers, for speculative steps."""

@@ -7,6 +7,7 @@ from deepspeed_ext.dtensors import local
 from deepspeed_ext.offload.host_optimizer import HostOptimizer, options_of
 from deepspeed_ext.offload.host_tensors import put, remake, untouched_copy
 from deepspeed_ext.offload.param_table import ParamTable, Row
+from deepspeed_ext.offload.streamed import home_of, move
 from deepspeed_ext.optim.spec import Group
 
 
@@ -31,6 +32,8 @@ def follow_params(host_optimizer: HostOptimizer, table: ParamTable[Any]) -> None
             put(row.copy, local(untouched_copy(row.param)).detach())
         else:
             remake(row.copy, row.param, table.share)
+            if home_of(row.param) is not None:
+                move(row.param, row.copy.data)
     if changed:
         host_optimizer.forget_buckets()
 

@@ -6,14 +6,17 @@ Hooks only start work sooner: they hold no reference to the optimizer, which is 
 import sys
 import weakref
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from deepspeed_ext.dtensors import is_dtensor
+from deepspeed_ext.offload.streamed import Take, home_of
 from deepspeed_ext.torch_internals.compiler import untraced
 from deepspeed_ext.torch_internals.modules import is_compiled, is_compiled_in_place
+from deepspeed_ext.torch_internals.tensors import is_watched_in_backward
 
 Remove = Callable[[], None]
 _WITH_FAST_PATHS = (
@@ -31,8 +34,8 @@ class _Tell:
         recurse: of a module, all parameters in it are meant, not only its own.
     """
 
-    def __init__(self, method: Callable[[Any], None], recurse: bool = False) -> None:
-        self._method: Callable[[], Callable[[Any], None] | None] = weakref.WeakMethod(method)
+    def __init__(self, method: Callable[..., Any], recurse: bool = False) -> None:
+        self._method: Callable[[], Callable[..., Any] | None] = weakref.WeakMethod(method)
         self._recurse = recurse
 
     @untraced
@@ -50,6 +53,11 @@ class _Tell:
             # Their fast paths, of inference, are not taken with a child's weight on its way.
             whole = isinstance(module, _WITH_FAST_PATHS) and not module.training
             told(list(module.parameters(recurse=self._recurse or whole)))
+
+    def of_streamed(self, param: Tensor, grad: Tensor) -> bool:
+        """Tell of a streamed parameter and its gradient, and return whether it is taken."""
+        told = self._method()
+        return told is not None and told(param, grad)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _tell_nobody, ()
@@ -71,6 +79,20 @@ def on_gradient(param: Tensor, tell: Callable[[Tensor], None]) -> Remove:
     """Call a method with a parameter whose gradient has been accumulated."""
     remove: Remove = param.register_post_accumulate_grad_hook(_Tell(tell).of_gradient).remove
     return remove
+
+
+def on_streamed_gradient(param: Tensor, take: Take) -> Remove:
+    """Call a method with a streamed parameter and a gradient that is still on the device."""
+    home = home_of(param)
+    assert home is not None
+    home.hand_over(param, _Tell(take).of_streamed)
+    return partial(home.hand_over, param, None)
+
+
+def is_watched(param: Tensor) -> bool:
+    """Tell whether a gradient of this parameter is told of."""
+    home = home_of(param)
+    return is_watched_in_backward(param) or (home is not None and home.hands_over(param))
 
 
 def check_model(op: str, model: torch.nn.Module) -> None:

@@ -8,13 +8,17 @@ from torch import Tensor
 from deepspeed_ext.dtensors import local, part_for
 from deepspeed_ext.offload.copies import Copy, CopyStreams, Event
 from deepspeed_ext.offload.sent_gradients import SentGradient, placeholder, sent
-from deepspeed_ext.offload.worker import Task, Urgency, Worker
+from deepspeed_ext.offload.worker import Run, Task, Urgency, Worker
 
 
 class Sum:
     """The gradient of a parameter, in float32, in the layout of the parameter.
 
     The parameter has a placeholder for it meanwhile: if that is gone, so is the sum.
+
+    Args:
+        param: likewise.
+        keeps_first: a sum of one gradient is that itself, in its own dtype.
 
     Attributes:
         param: whose gradient it is.
@@ -23,9 +27,10 @@ class Sum:
         last: adds the last of them; its error is that of whichever has failed first.
     """
 
-    def __init__(self, param: Tensor) -> None:
+    def __init__(self, param: Tensor, keeps_first: bool = False) -> None:
         self.param = param
-        self.value = _empty_like(local(param))
+        self._keeps_first = keeps_first
+        self.value = torch.empty(0, device="cpu") if keeps_first else _empty_like(local(param))
         self.count = 0
         self._begun = object()  # which sum it is, of all that there are one after the other
         self.last: Task | None = None
@@ -33,6 +38,8 @@ class Sum:
     def lie_as(self, param: Tensor) -> None:
         """Take the layout and the shape of a parameter that has got others."""
         part = local(param)
+        if self._keeps_first and not self.count:
+            return
         if self.value.shape != part.shape or self.value.stride() != part.stride():
             self.value = _empty_like(part).copy_(self.value.reshape(part.shape))
 
@@ -88,11 +95,15 @@ class Sum:
     def forget(self) -> None:
         """Begin anew: what was accumulated is not wanted any more."""
         self.count = 0
+        if self._keeps_first:
+            self.value = torch.empty(0, device="cpu")  # its memory is for the next one
         if sent(self.param.grad) is not None:
             self.param.grad = None
 
-    def add(self, before: Task | None, grad: Tensor, arrives: Event | None, source: Tensor) -> None:
-        """Add a gradient that is on its way; in the worker's thread.
+    def adding(
+        self, before: Task | None, grad: Tensor, arrives: Event | None, source: Tensor
+    ) -> Run:
+        """Return what adds a gradient that is on its way, in the worker's thread.
 
         Args:
             before: has added the one before; None: this one begins a sum.
@@ -100,14 +111,12 @@ class Sum:
             arrives: when it has.
             source: what is copied, kept until then.
         """
-        if before is not None and before.error is not None:
-            raise before.error
-        if arrives is not None:
-            arrives.synchronize()
-        if before is None:
-            self.value.copy_(grad)
-        else:
-            self.value.add_(grad)
+        first = None
+        if self._keeps_first and before is None:
+            self.value = grad
+        elif self._keeps_first and self.value.dtype != torch.float32:
+            first, self.value = self.value, _empty_like(local(self.param))
+        return partial(_add, self.value, first, before, grad, arrives, source)
 
 
 class Adder:
@@ -134,7 +143,7 @@ class Adder:
         event = streams.fetch([Copy(memory, source)])
         known.replace()
         before = known.last if known.count > 1 else None
-        run = partial(known.add, before, memory, event, source)
+        run = known.adding(before, memory, event, source)
         # In their order, which events do not tell: one may be over right after it was asked for.
         needs = [] if known.last is None else [known.last]
         known.last = self._worker.submit(Task(run, Urgency.ADD, events=[event], needs=needs))
@@ -144,6 +153,27 @@ class Adder:
     def finish(self) -> None:
         """Wait until all gradients are added that are on their way."""
         self._worker.wait(self._adding)
+
+
+def _add(
+    value: Tensor,
+    first: Tensor | None,
+    before: Task | None,
+    grad: Tensor,
+    arrives: Event | None,
+    source: Tensor,
+) -> None:
+    """Add a gradient to a value, which has that of the first one, has it elsewhere, or is it."""
+    if before is not None and before.error is not None:
+        raise before.error
+    if arrives is not None:
+        arrives.synchronize()
+    if first is not None:
+        value.copy_(first).add_(grad)
+    elif before is not None:
+        value.add_(grad)
+    elif value is not grad:
+        value.copy_(grad)
 
 
 def source_of(grad: Tensor, param: Tensor) -> Tensor:

@@ -15,7 +15,15 @@ from deepspeed_ext.offload.bucket_states import OffloadedBucket
 from deepspeed_ext.offload.copies import Recorder
 from deepspeed_ext.offload.copying import copied, rebuilt
 from deepspeed_ext.offload.disk import Disk, commit, folder_of, restore_options, turn
-from deepspeed_ext.offload.hooks import Remove, before_forward, check_model, let_go, on_gradient
+from deepspeed_ext.offload.hooks import (
+    Remove,
+    before_forward,
+    check_model,
+    is_watched,
+    let_go,
+    on_gradient,
+    on_streamed_gradient,
+)
 from deepspeed_ext.offload.host_optimizer import offloaded
 from deepspeed_ext.offload.memory_estimate import (
     bytes_of,
@@ -27,6 +35,7 @@ from deepspeed_ext.offload.param_table import ParamTable, weakly
 from deepspeed_ext.offload.pipeline import Pipeline
 from deepspeed_ext.offload.state_intake import StateIntake
 from deepspeed_ext.offload.state_of_params import State
+from deepspeed_ext.offload.streamed import home_of
 from deepspeed_ext.offload.tiers.contents import bytes_beside
 from deepspeed_ext.offload.tiers.room import bytes_in
 from deepspeed_ext.ops.optimizers.clip import checked_norm
@@ -40,7 +49,7 @@ from deepspeed_ext.optim.state_dict import portable_state, portable_state_in_par
 from deepspeed_ext.processors import check_threads, share_here
 from deepspeed_ext.torch_internals.compiler import untraced
 from deepspeed_ext.torch_internals.modules import load_hooks_of
-from deepspeed_ext.torch_internals.tensors import is_watched_in_backward, past_torch_function
+from deepspeed_ext.torch_internals.tensors import past_torch_function
 
 Group = dict[str, Any]
 _rebuilt = rebuilt  # as pickles name it that were made before it had a module of its own
@@ -221,9 +230,13 @@ class OffloadOptimizer(torch.optim.Optimizer):
         for param in self._params():
             has_memory = not (is_lazy(param) or param.is_meta)
             # What swaps tensors, as FSDP2's `to` does, takes hooks away with the old one.
-            watched = param in self._hooks and is_watched_in_backward(param)
+            watched = param in self._hooks and is_watched(param)
             if has_memory and not watched and param.requires_grad and param.is_leaf:
-                self._hooks[param] = on_gradient(param, self._pipeline.note_gradient)
+                if self._settings["free_grads"] and home_of(param) is not None:
+                    take = self._pipeline.take_gradient
+                    self._hooks[param] = on_streamed_gradient(param, take)
+                else:
+                    self._hooks[param] = on_gradient(param, self._pipeline.note_gradient)
 
     def _take_options(self, first: int = 0) -> None:
         """Give groups, from one on, the options that those in host memory have."""

@@ -11,6 +11,7 @@ from torch.nn.parameter import is_lazy
 from deepspeed_ext.dtensors import local
 from deepspeed_ext.offload.host_gradients import Sum
 from deepspeed_ext.offload.host_tensors import host_copies, untouched_copy
+from deepspeed_ext.offload.streamed import are_apart, at_rest, home_of
 from deepspeed_ext.ops.optimizers.state_formats import is_dense
 from deepspeed_ext.optim.buckets import cut
 from deepspeed_ext.optim.spec import Group
@@ -77,7 +78,7 @@ class Row(Generic[B]):
     def summed(self) -> Sum:
         """Return the sum of gradients, which may be of none yet."""
         if self.sum is None:
-            self.sum = Sum(self.param)
+            self.sum = Sum(self.param, keeps_first=home_of(self.param) is not None)
         return self.sum
 
     def lacks_copy(self) -> bool:
@@ -172,7 +173,10 @@ class ParamTable(Generic[B]):
         """Return the host copies of parameters, made now for those that have none."""
         rows = list(map(self._row_of, params))
         lacking = [row for row in rows if row.lacks_copy()]
-        bare = [row.param for row in lacking if not row.is_on_disk]
+        for row in lacking:
+            if not row.is_on_disk and home_of(row.param) is not None:
+                self.add(row.param, at_rest(row.param))
+        bare = [row.param for row in lacking if not row.is_on_disk and not row.is_copied]
         for param, copy in zip(bare, host_copies(bare, self.share), strict=True):
             self.add(param, copy)
         for row in lacking:
@@ -211,7 +215,8 @@ class ParamTable(Generic[B]):
     def update_others(self) -> None:
         """Give copies the weights of parameters that are in no bucket, as they have no state."""
         for row in self:
-            if row.is_copied and row.bucket is None and not row.is_on_disk:
+            bare = row.is_copied and row.bucket is None and not row.is_on_disk
+            if bare and are_apart(local(row.copy), local(row.param)):
                 local(row.copy).detach().copy_(local(row.param).detach())
 
     def cut(self, copies: Sequence[Tensor]) -> Iterator[list[Tensor]]:

@@ -105,6 +105,31 @@ class Pipeline:
                 if bucket is not None:
                     bucket.discard()
 
+    def take_gradient(self, param: Tensor, grad: Tensor) -> bool:
+        """Take a gradient of a streamed parameter from the device; called in backward.
+
+        Args:
+            param: which rests in host memory.
+            grad: in its layout.
+
+        Returns:
+            Whether it is taken; if not, it is for the parameter itself.
+        """
+        with self._locked(), past_torch_function():
+            row = self.table.get(param)
+            if row is None or not row.is_copied:
+                return False
+            row.hits += 1
+            self._send_away(row)  # what the parameter has from others
+            self._add(row, grad)
+            bucket = row.bucket
+            if bucket is not None and bucket.task is None:
+                try:
+                    self._advance(bucket, row)
+                except Exception:  # it would end backward; if it persists, step() raises it
+                    bucket.discard()
+        return True
+
     def _advance(self, bucket: OffloadedBucket, row: Row[OffloadedBucket]) -> None:
         """Do what can be done about a gradient of a bucket now."""
         if row.hits > row.expected:
@@ -122,14 +147,19 @@ class Pipeline:
         known = row.summed()
         known.follow()
         source = known.more()
-        if source is None:
-            return
-        if not self._has_room(source.nbytes):
+        if source is not None:
+            self._add(row, source)
+
+    def _add(self, row: Row[OffloadedBucket], grad: Tensor) -> None:
+        """Have a gradient brought to host memory, and added to others."""
+        if not self._has_room(grad.nbytes):
             self._adder.finish()
-        self._adder.take(known, source, self._streams_of(row.param))
+        self._adder.take(row.summed(), grad, self._streams_on(grad.device))
 
     def _streams_of(self, param: Tensor) -> CopyStreams:
-        device = local(param).device
+        return self._streams_on(local(param).device)
+
+    def _streams_on(self, device: torch.device) -> CopyStreams:
         if device not in self._streams:
             self._streams[device] = CopyStreams(device)
         return self._streams[device]

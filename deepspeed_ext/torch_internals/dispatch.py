@@ -98,6 +98,11 @@ def accumulates(node: Any) -> bool:
         return False
 
 
+def keeps_graph() -> bool:
+    """Tell whether the graph of the backward that is under way can be gone through once more."""
+    return bool(torch._C._autograd._get_current_graph_task_keep_graph())
+
+
 def current_backward() -> int:
     """Return the number of the backward that this thread runs, or -1; nothing public tells."""
     return torch._C._current_graph_task_id()

@@ -1,14 +1,22 @@
 """Gradients of streamed weights: from the device to the parameters, which are in host memory."""
 
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
 
 from deepspeed_ext.offload.copies import Copy, CopyStreams, Event
-from deepspeed_ext.torch_internals.dispatch import accumulates, current_backward, queue_callback
+from deepspeed_ext.offload.streamed import Take
+from deepspeed_ext.torch_internals.dispatch import (
+    accumulates,
+    current_backward,
+    keeps_graph,
+    queue_callback,
+)
 from deepspeed_ext.torch_internals.tensors import has_gradient_hooks
 from deepspeed_ext.zero.streaming.fetched import Fetched
 
@@ -21,13 +29,20 @@ class Use(torch.autograd.Function):
         """Return the weights of some rows of a piece; their parameters are the other arguments."""
         ctx.set_materialize_grads(False)
         ctx.home = home
+        ctx.pending = home.note_use([got.piece.params[row] for row in rows])
         return tuple(got.weight(row) for row in rows)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
         """Bring gradients home, or have them brought there until backward ends."""
         nodes = [node for node, _ in ctx.next_functions]
-        return None, None, None, *ctx.home.bring(nodes, grads)
+        return None, None, None, *ctx.home.bring(nodes, grads, ctx.pending)
+
+
+class _Pending:
+    """A use of parameters, of which backward may still bring gradients; it goes with its graph."""
+
+    is_over = False
 
 
 class Gradients:
@@ -43,14 +58,39 @@ class Gradients:
     def __init__(self, streams: CopyStreams) -> None:
         self._streams = streams
         self._coming: dict[int, list[_Coming]] = {}  # by the number of the backward
+        self._uses = WeakIdKeyDictionary()  # the pending ones of each parameter
+        self._takers = WeakIdKeyDictionary()  # of gradients that are still on the device
         self.bytes_out = 0
 
-    def bring(self, nodes: Sequence[Any], grads: Sequence[Tensor | None]) -> list[Tensor | None]:
+    def hand_over(self, param: Tensor, take: Take | None) -> None:
+        """See offload.streamed.Home."""
+        if take is None:
+            self._takers.pop(param, None)
+        else:
+            self._takers[param] = take
+
+    def hands_over(self, param: Tensor) -> bool:
+        """See offload.streamed.Home."""
+        return param in self._takers
+
+    def note_use(self, params: Sequence[Tensor]) -> _Pending:
+        """Return what stands for the graph's use of parameters."""
+        made = _Pending()
+        for param in params:
+            if param not in self._uses:
+                self._uses[param] = weakref.WeakSet()
+            self._uses[param].add(made)
+        return made
+
+    def bring(
+        self, nodes: Sequence[Any], grads: Sequence[Tensor | None], use: _Pending
+    ) -> list[Tensor | None]:
         """Return what the backward of `Use` is to return.
 
         Args:
             nodes: where gradients of the parameters go.
             grads: of the weights.
+            use: that they are of.
         """
         if torch.is_grad_enabled():  # a graph is made of this backward, too
             return [None if grad is None else grad.to("cpu") for grad in grads]
@@ -63,9 +103,10 @@ class Gradients:
             if grad.layout is not torch.strided:
                 found[i] = grad.to("cpu")
             elif _is_for_nobody_else(node):
-                later.append((node.variable, grad))
+                later.append((node.variable, _lying_as(grad, node.variable)))
             else:
                 now.append(i)
+        use.is_over = not keeps_graph()
         coming = self._send([grads[i] for i in now])  # type: ignore[misc]
         coming.wait()
         for i, grad in zip(now, coming.host, strict=True):
@@ -79,15 +120,35 @@ class Gradients:
         self._coming.clear()
 
     def _bring_later(self, later: list[tuple[Tensor, Tensor]]) -> None:
+        later = [(param, grad) for param, grad in later if not self._is_taken(param, grad)]
+        if not later:
+            return
         number = current_backward()
         if number not in self._coming:
             self._coming[number] = []
             queue_callback(lambda: self._end(number))
-        params = [param for param, _ in later]
-        grads = [_lying_as(grad, param) for param, grad in later]
+        params, grads = map(list, zip(*later, strict=True))
         coming = self._send(grads)
         coming.params = params
         self._coming[number].append(coming)
+
+    def _is_taken(self, param: Tensor, grad: Tensor) -> bool:
+        """Have a gradient taken, if it is all that this backward brings of the parameter.
+
+        Else it is one of several, of which autograd makes one.
+        """
+        take: Take | None = self._takers.get(param)
+        if take is None or not self._is_whole(param) or not take(param, grad):
+            return False
+        self.bytes_out += grad.nbytes
+        return True
+
+    def _is_whole(self, param: Tensor) -> bool:
+        coming = self._coming.get(current_backward(), ())
+        if any(param is other for some in coming for other in some.params):
+            return False
+        others = sum(not use.is_over for use in self._uses.get(param, ()))
+        return others <= int(keeps_graph())
 
     def _send(self, grads: list[Tensor]) -> "_Coming":
         host = [grad.data for grad in self._streams.staged(grads)] if grads else []
@@ -105,6 +166,9 @@ class Gradients:
                 known = sums.get(id(param))
                 sums[id(param)] = (param, grad if known is None else known[1].add_(grad))
         for param, grad in sums.values():
+            take: Take | None = self._takers.get(param)
+            if take is not None and take(param, grad):
+                continue
             if param.grad is None:
                 param.grad = grad
             elif param.grad.layout is torch.strided:

@@ -12,6 +12,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from deepspeed_ext.offload.activations.tracing import untraced_where_compiled
 from deepspeed_ext.offload.copies import CopyStreams
+from deepspeed_ext.offload.streamed import set_home
 from deepspeed_ext.torch_internals.dispatch import (
     current_backward,
     is_in_backward,
@@ -64,6 +65,7 @@ class Stream:
         for params, block in zip(rows, blocks.values(), strict=True):
             for param in params:
                 self._blocks_of[param] = weakref.ref(block)
+                set_home(param, self._gradients)
         self._handles = [
             model.register_forward_pre_hook(_Hook(self, "begin_forward"), prepend=True),
             model.register_forward_hook(_Hook(self, "end_forward"), always_call=True),
@@ -98,6 +100,8 @@ class Stream:
             handle.remove()
         self._windows.close_all()
         self._let_go()
+        for param in self._blocks_of:
+            set_home(param, None)
         model = self._model()
         if model is not None and getattr(model, _MARK, None) is self:
             object.__delattr__(model, _MARK)
