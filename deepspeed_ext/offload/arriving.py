@@ -124,6 +124,11 @@ class _ArrivingParameter(_Arriving, Parameter):
     home = Parameter
 
 
+def is_on_its_way(param: Tensor) -> bool:
+    """Tell whether who touches this waits."""
+    return issubclass(type(param), _Arriving)
+
+
 def set_out(params: Iterable[Tensor], wait: Wait) -> bool:
     """Let whoever touches one of these wait.
 

@@ -17,6 +17,7 @@ from deepspeed_ext.offload.host_optimizer import HostOptimizer, offloaded
 from deepspeed_ext.offload.host_tensors import host_bytes
 from deepspeed_ext.offload.memory import Memory
 from deepspeed_ext.offload.param_table import BUCKET, ParamTable
+from deepspeed_ext.offload.streamed import home_of, set_home
 from deepspeed_ext.offload.tiers.disk_state import shape_of
 from deepspeed_ext.offload.tiers.room import (
     RingRoom,
@@ -24,6 +25,7 @@ from deepspeed_ext.offload.tiers.room import (
     gradient_bytes,
     resident_bytes,
     ring_room,
+    sum_width,
 )
 from deepspeed_ext.op_builder.toolchain import free_memory
 from deepspeed_ext.optim import DeepSpeedCPUAdam
@@ -187,8 +189,9 @@ def estimate(
     disk: Counter[str] = Counter()
     host: Counter[str] = Counter({WEIGHTS: 0, GRADIENTS: 0})
     for params in _group_params(host_optimizer):
-        gpu[WEIGHTS] += sum(local(p).nbytes for p in params)
-        host[WEIGHTS] += host_bytes([local(p) for p in params if plan.copies(p)])
+        bare = [p for p in params if home_of(p) is None]  # others are in host memory already
+        gpu[WEIGHTS] += sum(local(p).nbytes for p in bare)
+        host[WEIGHTS] += host_bytes([local(p) for p in bare if plan.copies(p)])
     if ring is not None:
         host[RING] = ring.nbytes
     buckets, on_disk, kept = [], [], []
@@ -212,7 +215,7 @@ def estimate(
     gpu[GRADIENTS] += largest if free_grads else sum(gradients)
     if free_grads:
         summed = [p for bucket in (*buckets, *on_disk) for p in bucket.params]
-        host[SUMS] = sum(4 * local(p).numel() for p in summed)
+        host[SUMS] = sum(local(p).numel() * sum_width(p) for p in summed)
         largest = max((local(p).nbytes for p in summed), default=0)  # each leaves by itself
     memory = _shared(sum(host.values()), largest, memory_budget, share)
     host[GRADIENTS] = largest if free_grads else min(sum(gradients), memory.gradients or 0)
@@ -373,6 +376,7 @@ class _Plan:
             memory = torch.empty_strided(part.shape, part.stride(), dtype=part.dtype, device="meta")
         whole = spread(memory, owner) if is_dtensor(owner) else memory
         made = nn.Parameter(whole, requires_grad=owner.requires_grad)
+        set_home(made, home_of(owner))
         self._made[made] = owner
         return made
 

@@ -12,6 +12,7 @@ from torch import Tensor
 from deepspeed_ext.dtensors import largest_part
 from deepspeed_ext.io.extents import whole_pages
 from deepspeed_ext.offload.host_tensors import host_bytes
+from deepspeed_ext.offload.streamed import home_of
 from deepspeed_ext.offload.tiers.disk_state import shape_of, unit_of
 from deepspeed_ext.ops.optimizers.state_formats import BLOCK
 
@@ -114,7 +115,15 @@ def ring_room(
 
 def gradient_bytes(param: Tensor, is_summed: bool) -> int:
     """Return what the gradient of a parameter takes in host memory: on its way there, or summed."""
-    return largest_part(param) * (4 if is_summed else param.dtype.itemsize)
+    return largest_part(param) * (sum_width(param) if is_summed else param.dtype.itemsize)
+
+
+def sum_width(param: Tensor) -> int:
+    """Return the bytes of an element of gradients that have left the device.
+
+    Those of a streamed parameter are in its dtype, as long as there is one micro-step in a step.
+    """
+    return 4 if home_of(param) is None else param.dtype.itemsize
 
 
 def resident_bytes(param: Tensor, dtypes: Dtypes) -> int:
@@ -123,5 +132,7 @@ def resident_bytes(param: Tensor, dtypes: Dtypes) -> int:
     elements = -(-count // BLOCK) * BLOCK
     state = sum(elements * dtype.itemsize for dtype in dtypes.values())
     scales = sum(4 * elements // BLOCK for dtype in dtypes.values() if dtype == torch.uint8)
-    weights = host_bytes([torch.empty(count, dtype=param.dtype, device="meta")])
+    weights = 0
+    if home_of(param) is None:  # else they are there already
+        weights = host_bytes([torch.empty(count, dtype=param.dtype, device="meta")])
     return weights + state + scales

@@ -6,6 +6,7 @@ import sys
 import torch
 from torch import Tensor
 
+from deepspeed_ext.offload.arriving import is_on_its_way
 from deepspeed_ext.offload.copies import Copy, CopyStreams, Event
 from deepspeed_ext.zero.streaming.pieces import Piece
 
@@ -27,6 +28,7 @@ class Fetched:
 
     def __init__(self, piece: Piece, streams: CopyStreams) -> None:
         self._event: Event | None = None
+        self._has_begun = False
         self._process = os.getpid()
         self.piece = piece
         self._streams = streams
@@ -35,14 +37,24 @@ class Fetched:
         self._after = streams.event_now()
 
     def begin(self) -> None:
-        """Begin to copy; this waits for who still writes a parameter at rest."""
+        """Begin to copy, if that has not; this waits for who still writes a parameter at rest."""
+        if self._has_begun:
+            return
+        self._has_begun = True
         piece = self.piece
+        if any(map(is_on_its_way, piece.params)):
+            piece.look_again()
         copies = [
             Copy(piece.weight(self.memory, i), param.detach())
             for i, param in enumerate(piece.params)
         ]
         self._streams.has_room()  # which lets go of copies that are over
         self._event = self._streams.send(copies, self._after)
+
+    @property
+    def waits_for_a_step(self) -> bool:
+        """Whether `begin` would wait."""
+        return not self._has_begun and any(map(is_on_its_way, self.piece.params))
 
     def is_of_current_stream(self) -> bool:
         """Tell whether the current stream may use the memory without a word to the allocator."""

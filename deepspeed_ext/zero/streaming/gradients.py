@@ -62,6 +62,12 @@ class Gradients:
         self._takers = WeakIdKeyDictionary()  # of gradients that are still on the device
         self.bytes_out = 0
 
+    def __deepcopy__(self, memo: Any) -> None:
+        """Return None: what a copy of a parameter is to have of it; likewise a pickle."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return nothing, ()
+
     def hand_over(self, param: Tensor, take: Take | None) -> None:
         """See offload.streamed.Home."""
         if take is None:
@@ -175,6 +181,10 @@ class Gradients:
                 param.grad.add_(grad)
             else:
                 param.grad = grad + param.grad
+
+
+def nothing() -> None:
+    """Return None, as what pickles make of an object that is of this process alone."""
 
 
 class _Coming:

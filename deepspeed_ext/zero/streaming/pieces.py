@@ -47,6 +47,10 @@ class Piece:
             end += -(-look.shape.numel() * look.dtype.itemsize // _ALIGNMENT) * _ALIGNMENT
         self.begins, self.nbytes = tuple(begins), end
 
+    def look_again(self) -> None:
+        """Take note of where parameters are once their steps are over: these may move them."""
+        self.looks = tuple(_look(param) for param in self.params)
+
     @property
     def block(self) -> nn.Module | None:
         """Whose parameters these all are, if it is there."""

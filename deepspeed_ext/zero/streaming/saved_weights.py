@@ -61,14 +61,14 @@ class Packer:
         self._storage = got.memory.untyped_storage()  # held, so nothing else has its number
         self._number = storage_id(self._storage)
 
-    def with_hooks_here(self) -> Callable[[Tensor], Any]:
+    def with_hooks_here(self) -> "_Pack":
         """Return a hook that packs weights, and leaves all else to the hooks that there are."""
         return _Pack(self, saved_tensors_hooks_here())
 
     def packs_here(self) -> bool:
         """Tell whether the innermost hooks are of this one."""
         hooks = saved_tensors_hooks_here()
-        return hooks is not None and isinstance(hooks[0], _Pack) and hooks[0].packer is self
+        return hooks is not None and getattr(hooks[0], "packer", None) is self
 
     def packed(self, tensor: Tensor) -> _Saved | None:
         """Return what autograd is to hold of a weight; of anything else None."""
@@ -81,17 +81,27 @@ class Packer:
 
 class _Pack:
     def __init__(self, packer: Packer, beneath: Hooks | None) -> None:
-        self.packer = packer
+        self.packer: Packer | None = packer
         self._beneath = beneath
 
     def __call__(self, tensor: Tensor) -> _Saved | _Elsewhere | Staying:
-        saved = self.packer.packed(tensor)
+        saved = None if self.packer is None else self.packer.packed(tensor)
         if saved is not None:
             return saved
         if self._beneath is not None:
             pack, unpack = self._beneath
             return _Elsewhere(unpack, pack(tensor))
         return staying(tensor)
+
+    def end(self) -> None:
+        """Leave all to other hooks from now on."""
+        self.packer = None
+
+
+def is_innermost(pack: _Pack) -> bool:
+    """Tell whether no hooks have come after these."""
+    hooks = saved_tensors_hooks_here()
+    return hooks is not None and hooks[0] is pack
 
 
 def unpack(packed: _Saved | _Elsewhere | Staying) -> Any:

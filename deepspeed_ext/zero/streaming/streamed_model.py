@@ -2,6 +2,7 @@
 
 import threading
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
@@ -21,7 +22,7 @@ from deepspeed_ext.torch_internals.dispatch import (
 from deepspeed_ext.torch_internals.tensors import past_torch_function
 from deepspeed_ext.zero.blocks import Block, blocks_of
 from deepspeed_ext.zero.streaming.fetched import Fetched
-from deepspeed_ext.zero.streaming.gradients import Gradients
+from deepspeed_ext.zero.streaming.gradients import Gradients, nothing
 from deepspeed_ext.zero.streaming.order import Order
 from deepspeed_ext.zero.streaming.pieces import Piece
 from deepspeed_ext.zero.streaming.rest import (
@@ -30,7 +31,7 @@ from deepspeed_ext.zero.streaming.rest import (
     bring_to_rest,
     streamed_parameters,
 )
-from deepspeed_ext.zero.streaming.windows import Slot, Window, Windows, slots_of
+from deepspeed_ext.zero.streaming.windows import Slot, Window, Windows, check_thread, slots_of
 
 _MARK = "_zero_stream"
 
@@ -54,6 +55,7 @@ class Stream:
         self._held: list[Fetched] = []  # for backward, the one that was used last is the last
         self._ahead: dict[nn.Module, Fetched] = {}  # for the forward of the model that goes on
         self._last: Piece | None = None  # that backward has wanted
+        self._deferred = deque[Fetched]()
         self._begun_ahead = weakref.WeakSet[Fetched]()  # of which nobody has wanted any yet
         self._is_in_forward = False
         self._backwards: set[int] = set()  # numbers of those under way that want weights
@@ -110,10 +112,11 @@ class Stream:
         return self  # hooks of a copy of the model go on calling it
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _nothing, ()  # a pickle of the model is an ordinary one
+        return nothing, ()  # a pickle of the model is an ordinary one
 
     def _let_go(self) -> None:
         with self._lock:
+            self._deferred.clear()
             self._drop_held()
             self._ahead.clear()
 
@@ -137,6 +140,7 @@ class Stream:
             return
         with self._lock:
             self._is_in_forward = False
+            self._deferred.clear()
             self._ahead.clear()
             if not torch.is_grad_enabled():
                 self._drop_held()
@@ -144,7 +148,9 @@ class Stream:
     @untraced_where_compiled
     def enter(self, module: nn.Module, *_: Any) -> None:
         """Put fetched weights in the place of parameters, if they are not there."""
+        check_thread(module)
         is_block = module in self._blocks
+        self._forget_broken_calls(module, is_block)
         found = list(slots_of(module, is_block, self._is_streamed))
         if not found:
             self._windows.pack_again(module)
@@ -160,9 +166,19 @@ class Stream:
         slots = [Slot(at, name, rows[id(param)]) for param, at, name in found]
         self._windows.open.append(Window(module, self, self._gradients, got, slots))
 
+    def _forget_broken_calls(self, module: nn.Module, is_block: bool) -> None:
+        """Begin anew where Ctrl-C has left calls open, of which torch tells no hook."""
+        is_beside_others = is_block and not is_in_backward()
+        if self._windows.has(module) or (is_beside_others and self._windows.open):
+            self._windows.close_all()
+            self._let_go()
+            self._is_in_forward = False
+
     @untraced_where_compiled
     def leave(self, module: nn.Module, *_: Any) -> None:
         """Let the module have its parameters again."""
+        with self._lock:
+            self._begin_deferred()
         self._windows.close(module)
 
     def _for_forward(self, piece: Piece) -> Fetched:
@@ -190,6 +206,7 @@ class Stream:
     def _wanted(self, there: Fetched | None, piece: Piece) -> Fetched:
         """Return a piece behind which the current stream waits; it may be there."""
         got = there or self._begun(piece)
+        got.begin()
         got.piece = piece  # or one like it
         if got in self._begun_ahead:
             self._begun_ahead.discard(got)
@@ -198,13 +215,25 @@ class Stream:
         return got
 
     def _ahead_of_use(self, piece: Piece) -> Fetched:
-        got = self._begun(piece)
+        got = self._reserved(piece)
         self._begun_ahead.add(got)
+        if got.waits_for_a_step:  # what computes meanwhile is to be queued first
+            self._deferred.append(got)
+        else:
+            got.begin()
         return got
 
+    def _begin_deferred(self) -> None:
+        while self._deferred:
+            self._deferred.popleft().begin()
+
     def _begun(self, piece: Piece) -> Fetched:
-        got = Fetched(piece, self._streams)
+        got = self._reserved(piece)
         got.begin()
+        return got
+
+    def _reserved(self, piece: Piece) -> Fetched:
+        got = Fetched(piece, self._streams)
         self._counts["fetched"] += 1
         self._counts["bytes_in"] += piece.nbytes
         return got
@@ -285,10 +314,6 @@ class _Hook:
 
 def _hook_of_nothing() -> Callable[..., None]:
     return _do_nothing
-
-
-def _nothing() -> None:
-    return None
 
 
 def _do_nothing(*_: Any) -> None:

@@ -6,6 +6,7 @@ A weight stands in the module's own dictionary, where attributes are looked for 
 
 import threading
 from collections.abc import Callable, Iterator
+from threading import get_ident
 from typing import Any, NamedTuple
 
 import torch
@@ -14,8 +15,9 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from deepspeed_ext.zero.streaming.fetched import Fetched
 from deepspeed_ext.zero.streaming.gradients import Gradients, Use
-from deepspeed_ext.zero.streaming.saved_weights import Packer, Source, unpack
+from deepspeed_ext.zero.streaming.saved_weights import Packer, Source, is_innermost, unpack
 
+_THREAD = "_zero_stream_thread"  # the number of the thread that a module has weights in
 _FLAT = "_flat_weights"  # where recurrent modules of torch have their weights once more
 
 
@@ -38,12 +40,19 @@ class Packing:
     def __init__(self, module: nn.Module, packer: Packer) -> None:
         self.module = module
         self.packer = packer
-        self._hooks = saved_tensors_hooks(packer.with_hooks_here(), unpack)
+        self._pack = packer.with_hooks_here()
+        self._hooks = saved_tensors_hooks(self._pack, unpack)
         self._hooks.__enter__()
 
     def close(self) -> None:
-        """Let autograd save as before."""
-        self._hooks.__exit__(None, None, None)
+        """Let autograd save as before.
+
+        After Ctrl-C hooks of others may be around that were there later; these stay then, and pack
+        nothing any more.
+        """
+        self._pack.end()
+        if is_innermost(self._pack):
+            self._hooks.__exit__(None, None, None)
 
 
 class Window:
@@ -74,6 +83,7 @@ class Window:
         self._versions = [weight._version for weight in self._weights]
         try:
             for at, name, row in slots:
+                at.__dict__[_THREAD] = get_ident()
                 at.__dict__[name] = self._weights[row]
             for at in {id(slot.module): slot.module for slot in slots}.values():
                 if isinstance(at, nn.RNNBase):
@@ -91,6 +101,7 @@ class Window:
         if packing is not None:
             packing.close()
         for at, name, row in self._slots:
+            at.__dict__.pop(_THREAD, None)
             if at.__dict__.get(name) is self._weights[row]:
                 del at.__dict__[name]
         for at in self._flat:
@@ -140,10 +151,23 @@ class Windows(threading.local):
         if self.open and self.open[-1].module is module:
             self.open.pop().close()
 
+    def has(self, module: nn.Module) -> bool:
+        """Tell whether one is of this module."""
+        return any(window.module is module for window in self.open)
+
     def close_all(self) -> None:
-        """Close what Ctrl-C has left open, of which torch tells no hook."""
+        """Close all, as nothing is being called any more."""
         while self.open:
             self.open.pop().close()
+
+
+def check_thread(module: nn.Module) -> None:
+    """Raise RuntimeError if a module has weights of a call that goes on in another thread."""
+    thread = module.__dict__.get(_THREAD)
+    if thread is not None and thread != get_ident():
+        raise RuntimeError(
+            f"zero.stream: a {type(module).__name__} is called in two threads at once, expected one"
+        )
 
 
 def slots_of(

@@ -10,6 +10,7 @@ import pytest
 import torch
 from stream_cases import (
     Block,
+    LateEvent,
     Model,
     assert_equal_models,
     loss_of,
@@ -293,3 +294,70 @@ def test_errors():
     stream(model, to="cpu")
     with pytest.raises(ValueError, match=r"^zero.stream: model is streamed already, expected one"):
         stream(model, to="cpu")
+
+
+def test_after_ctrl_c_hooks_of_others_stay_where_they_are(device):
+    streamed, kept, _ = pair(device)
+
+    def stop(*_):
+        raise KeyboardInterrupt
+
+    handle = streamed.layers[2].down.register_forward_hook(stop)
+    with pytest.raises(KeyboardInterrupt):
+        streamed(some_ids(device, 0))
+    handle.remove()
+    seen = []
+
+    def pack(tensor):
+        seen.append(tensor.shape)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        loss = loss_of(streamed, some_ids(device, 0))
+        before = len(seen)
+        torch.ones(3, requires_grad=True).exp().sum()
+        assert len(seen) == before + 1
+    loss.backward()
+    loss_of(kept, some_ids(device, 0)).backward()
+    assert_equal_models(streamed, kept, gradients=True)
+
+
+def test_a_block_alone_after_ctrl_c_has_its_weights_of_now(device):
+    streamed, kept, _ = pair(device)
+
+    def stop(*_):
+        raise KeyboardInterrupt
+
+    handle = streamed.layers[2].down.register_forward_hook(stop)
+    with pytest.raises(KeyboardInterrupt):
+        streamed(some_ids(device, 0))
+    handle.remove()
+    x = torch.ones(2, 16, device=device)
+    for model in (streamed, kept):
+        for param in model.parameters():
+            param.data.mul_(0.5)
+    for i in (3, 2):
+        assert torch.equal(streamed.layers[i](x), kept.layers[i](x))
+    LateEvent.found.clear()  # what was being read, nobody has used
+
+
+def test_one_model_in_two_threads_is_an_error(device):
+    model = Model()
+    zero.stream(model, to=device)
+    errors = []
+
+    def other(*_):
+        try:
+            logits(model, device)
+        except RuntimeError as error:
+            errors.append(str(error))
+
+    def meanwhile(*_):
+        thread = threading.Thread(target=other)
+        thread.start()
+        thread.join()
+
+    model.layers[1].up.register_forward_hook(meanwhile)
+    want = logits(model, device)
+    assert len(errors) == 1 and "is called in two threads at once, expected one" in errors[0]
+    assert torch.isfinite(want).all()
