@@ -222,7 +222,10 @@ def plain_owners() -> Iterator[tuple[Any, str]]:
         ("torch._C", "_AutoDispatchBelowAutograd _after_autograd_keyset _any_requires_grad"),
         ("torch._C", "_are_functorch_transforms_active _current_graph_task_id parse_schema"),
         ("torch._C", "_is_fwd_grad_enabled _is_torch_function_enabled DispatchKeySet"),
-        ("torch._C", "DisableTorchFunctionSubclass _cuda_hasPrimaryContext"),
+        ("torch._C", "DisableTorchFunctionSubclass _cuda_hasPrimaryContext _autograd"),
+        ("torch._C", "_will_engine_execute_node"),
+        ("torch._C._autograd", "_get_current_graph_task_keep_graph"),
+        ("torch._C._autograd", "_top_saved_tensors_default_hooks"),
     ):
         yield import_module(module), names
     module, world = nn.Linear(1, 1), dist.group.WORLD
@@ -238,6 +241,8 @@ def plain_owners() -> Iterator[tuple[Any, str]]:
     yield module, "_state_dict_hooks _state_dict_pre_hooks _compiled_call_impl"
     yield module, "_load_state_dict_pre_hooks _load_state_dict_post_hooks"
     yield module.state_dict(), "_metadata"
+    yield module, "_apply"
+    yield nn.LSTM(1, 1), "_flat_weights _flat_weights_names"
     yield nn.MultiheadAttention(1, 1), "_reset_parameters"
     yield torch.compile(module), "_orig_mod"
     yield checkpoint_wrapper(module), "_checkpoint_wrapped_module"

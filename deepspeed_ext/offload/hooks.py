@@ -5,12 +5,13 @@ Hooks only start work sooner: they hold no reference to the optimizer, which is 
 
 import sys
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.parameter import is_lazy
 
 from deepspeed_ext.dtensors import is_dtensor
 from deepspeed_ext.offload.streamed import Take, home_of
@@ -75,21 +76,42 @@ def _tell_nobody() -> _Tell:
     return _Tell(_Nobody().told)
 
 
-def on_gradient(param: Tensor, tell: Callable[[Tensor], None]) -> Remove:
-    """Call a method with a parameter whose gradient has been accumulated."""
+def follow_gradients(
+    hooks: dict[Tensor, Remove],
+    params: Iterable[Tensor],
+    tell: Callable[[Tensor], None],
+    take: Take | None,
+) -> None:
+    """See that all parameters tell of their gradients, and no others; see `on_gradient`."""
+    known = dict.fromkeys(params)
+    for gone in hooks.keys() - known.keys():
+        hooks.pop(gone)()
+    for param in known:
+        has_memory = not (is_lazy(param) or param.is_meta)
+        # What swaps tensors, as FSDP2's `to` does, takes hooks away with the old one.
+        watched = param in hooks and _is_watched(param)
+        if has_memory and not watched and param.requires_grad and param.is_leaf:
+            hooks[param] = on_gradient(param, tell, take)
+
+
+def on_gradient(param: Tensor, tell: Callable[[Tensor], None], take: Take | None) -> Remove:
+    """Call a method with a parameter whose gradient has been accumulated.
+
+    Args:
+        param: the parameter.
+        tell: is called with it.
+        take: is called instead with it, if it is streamed, and with a gradient that is still on the
+            device; None: nothing is.
+    """
+    home = home_of(param)
+    if take is not None and home is not None:
+        home.hand_over(param, _Tell(take).of_streamed)
+        return partial(home.hand_over, param, None)
     remove: Remove = param.register_post_accumulate_grad_hook(_Tell(tell).of_gradient).remove
     return remove
 
 
-def on_streamed_gradient(param: Tensor, take: Take) -> Remove:
-    """Call a method with a streamed parameter and a gradient that is still on the device."""
-    home = home_of(param)
-    assert home is not None
-    home.hand_over(param, _Tell(take).of_streamed)
-    return partial(home.hand_over, param, None)
-
-
-def is_watched(param: Tensor) -> bool:
+def _is_watched(param: Tensor) -> bool:
     """Tell whether a gradient of this parameter is told of."""
     home = home_of(param)
     return is_watched_in_backward(param) or (home is not None and home.hands_over(param))

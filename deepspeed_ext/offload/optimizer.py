@@ -8,7 +8,6 @@ from typing import Any, overload
 
 import torch
 from torch import Tensor
-from torch.nn.parameter import is_lazy
 from torch.optim.optimizer import ParamsT
 
 from deepspeed_ext.offload.bucket_states import OffloadedBucket
@@ -19,10 +18,8 @@ from deepspeed_ext.offload.hooks import (
     Remove,
     before_forward,
     check_model,
-    is_watched,
+    follow_gradients,
     let_go,
-    on_gradient,
-    on_streamed_gradient,
 )
 from deepspeed_ext.offload.host_optimizer import offloaded
 from deepspeed_ext.offload.memory_estimate import (
@@ -35,7 +32,6 @@ from deepspeed_ext.offload.param_table import ParamTable, weakly
 from deepspeed_ext.offload.pipeline import Pipeline
 from deepspeed_ext.offload.state_intake import StateIntake
 from deepspeed_ext.offload.state_of_params import State
-from deepspeed_ext.offload.streamed import home_of
 from deepspeed_ext.offload.tiers.contents import bytes_beside
 from deepspeed_ext.offload.tiers.room import bytes_in
 from deepspeed_ext.ops.optimizers.clip import checked_norm
@@ -225,18 +221,8 @@ class OffloadOptimizer(torch.optim.Optimizer):
 
     def _watch(self) -> None:
         """See that all parameters tell of their gradients, those added or thawed since too."""
-        for gone in self._hooks.keys() - set(self._params()):
-            self._hooks.pop(gone)()
-        for param in self._params():
-            has_memory = not (is_lazy(param) or param.is_meta)
-            # What swaps tensors, as FSDP2's `to` does, takes hooks away with the old one.
-            watched = param in self._hooks and is_watched(param)
-            if has_memory and not watched and param.requires_grad and param.is_leaf:
-                if self._settings["free_grads"] and home_of(param) is not None:
-                    take = self._pipeline.take_gradient
-                    self._hooks[param] = on_streamed_gradient(param, take)
-                else:
-                    self._hooks[param] = on_gradient(param, self._pipeline.note_gradient)
+        take = self._pipeline.take_gradient if self._settings["free_grads"] else None
+        follow_gradients(self._hooks, self._params(), self._pipeline.note_gradient, take)
 
     def _take_options(self, first: int = 0) -> None:
         """Give groups, from one on, the options that those in host memory have."""

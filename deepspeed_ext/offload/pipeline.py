@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from deepspeed_ext.dtensors import local
 from deepspeed_ext.offload.bucket_states import BucketState, OffloadedBucket
 from deepspeed_ext.offload.changes import follow_groups, follow_params, rows_of
-from deepspeed_ext.offload.copies import CopyStreams, Events, Recorder, await_copy
+from deepspeed_ext.offload.copies import Events, Recorder, await_copy
+from deepspeed_ext.offload.gradient_intake import Intake
 from deepspeed_ext.offload.gradient_sources import (
     DeviceGradients,
     GradientSource,
@@ -22,7 +22,6 @@ from deepspeed_ext.offload.gradient_sources import (
     is_plain,
 )
 from deepspeed_ext.offload.hooks import is_final_in_hook
-from deepspeed_ext.offload.host_gradients import Adder
 from deepspeed_ext.offload.host_optimizer import HostOptimizer, options_of, scaling_of
 from deepspeed_ext.offload.host_tensors import host_memory
 from deepspeed_ext.offload.memory import Memory
@@ -68,8 +67,8 @@ class Pipeline:
         self.host_optimizer, self.groups, self.table = host_optimizer, groups, table
         self._memory, self._free_grads = memory, free_grads
         self.worker = Worker(table.share, partial(load, host_optimizer.spec.op.libraries["cpu"]))
-        self._streams: dict[torch.device, CopyStreams] = {}
-        self._adder = Adder(self.worker)
+        self._intake = Intake(self.worker, memory)
+        self._streams = self._intake.streams
         self._buckets: list[OffloadedBucket] = []
         self._kept_on_device: list[tuple[int, Bucket]] = []  # and the number of its group
         self._known: list[Bucket] = []  # of the host optimizer, that the former are for
@@ -121,7 +120,7 @@ class Pipeline:
                 return False
             row.hits += 1
             self._send_away(row)  # what the parameter has from others
-            self._add(row, grad)
+            self._intake.add(row, grad)
             bucket = row.bucket
             if bucket is not None and bucket.task is None:
                 try:
@@ -144,25 +143,7 @@ class Pipeline:
             self.worker.wait([task])  # it may read the sum still
             if task.error is None:  # else that is for who can raise it
                 self.wait_for([bucket])
-        known = row.summed()
-        known.follow()
-        source = known.more()
-        if source is not None:
-            self._add(row, source)
-
-    def _add(self, row: Row[OffloadedBucket], grad: Tensor) -> None:
-        """Have a gradient brought to host memory, and added to others."""
-        if not self._has_room(grad.nbytes):
-            self._adder.finish()
-        self._adder.take(row.summed(), grad, self._streams_on(grad.device))
-
-    def _streams_of(self, param: Tensor) -> CopyStreams:
-        return self._streams_on(local(param).device)
-
-    def _streams_on(self, device: torch.device) -> CopyStreams:
-        if device not in self._streams:
-            self._streams[device] = CopyStreams(device)
-        return self._streams[device]
+        self._intake.send_away(row)
 
     def _start_early(self, bucket: OffloadedBucket) -> None:
         """Take gradients that are all there, and start a speculative step if nothing forbids it."""
@@ -182,7 +163,7 @@ class Pipeline:
         if not gradients.are_complete():
             return False
         bucket.discard()
-        if gradients.are_final and not self._has_room(gradients.staged_bytes()):
+        if gradients.are_final and not self._intake.has_room(gradients.staged_bytes()):
             return False
         bucket.watch()
         if not gradients.are_final:  # it is watched only to learn whether they would have been
@@ -190,14 +171,6 @@ class Pipeline:
         bucket.take()
         self.counts["early"] += 1
         return True
-
-    def _has_room(self, nbytes: int) -> bool:
-        """Return whether gradients fit beside those that are in host memory."""
-        most = self._memory.gradients
-        if most is None or not nbytes:
-            return True
-        in_use = sum(streams.staged_bytes for streams in self._streams.values())
-        return not in_use or in_use + nbytes <= most
 
     def forget_gradients(self) -> None:
         """Begin anew: what was accumulated is not wanted any more."""
@@ -244,7 +217,7 @@ class Pipeline:
                 bucket.check_grads()
                 self._drop_outdated(bucket)
             if max_norm is not None:
-                self._adder.finish()  # the norm is one of sums
+                self._intake.finish()  # the norm is one of sums
                 for known in self.table.sums():
                     known.check()
             decision = self._decide(scaling, max_norm)
@@ -331,7 +304,7 @@ class Pipeline:
         if bucket.has_taken or all(grad is None for grad in gradients.current()):
             return
         for other in () if isinstance(bucket, NvmeBucket) else self._buckets:
-            if self._has_room(gradients.staged_bytes()):
+            if self._intake.has_room(gradients.staged_bytes()):
                 break
             if other.task is not None:
                 self.worker.wait([other.task])
@@ -371,7 +344,7 @@ class Pipeline:
         names = ("early", "late", "ahead", "committed", "discarded")
         return {
             **{name: self.counts[name] for name in names},
-            "bytes_out": self._adder.bytes_out + sum(b.gradients.bytes_out for b in self._buckets),
+            "bytes_out": self._intake.bytes_out + sum(b.gradients.bytes_out for b in self._buckets),
             "bytes_back": sum(bucket.bytes_back for bucket in self._buckets),
             "step_seconds": sum(bucket.seconds for bucket in self._buckets),
             "threads": self.worker.threads,
@@ -508,10 +481,10 @@ class Pipeline:
         self, group: int, bucket: Bucket, rows: list[Row[OffloadedBucket]]
     ) -> OffloadedBucket:
         """Return the bucket of some parameters, to come behind those that there are."""
-        streams = self._streams_of(rows[0].param)
+        streams = self._intake.streams_of(rows[0].param)
         gradients: GradientSource
         if self._free_grads:
-            self._adder.finish()
+            self._intake.finish()
             gradients = SummedGradients(rows, streams.device)
         else:
             gradients = DeviceGradients([row.param for row in rows], streams)

@@ -16,6 +16,11 @@ buffers_of: Callable[[nn.Module], dict[str, Tensor | None]] = attrgetter("_buffe
 modules_of: Callable[[nn.Module], dict[str, nn.Module | None]] = attrgetter("_modules")
 # The names of buffers that a state dict has not; register_buffer alone knows.
 non_persistent_of: Callable[[nn.Module], set[str]] = attrgetter("_non_persistent_buffers_set")
+# What `Module.to` and its kin call of each module in a model.
+APPLY = nn.Module._apply.__name__
+# Where recurrent modules have their weights once more, in the order of what they call.
+FLAT_WEIGHTS = "_flat_weights"
+flat_names_of: Callable[[nn.RNNBase], list[str]] = attrgetter("_flat_weights_names")
 # The code of `module(...)`, by which frames of calls under way are known.
 CALL_CODE = nn.Module._call_impl.__code__
 # What the state dict of a module calls that which get_extra_state returns.

@@ -9,6 +9,7 @@ from torch.nn.parameter import is_lazy
 from deepspeed_ext.dtensors import is_dtensor
 from deepspeed_ext.offload.host_tensors import host_memory
 from deepspeed_ext.processors import share_here
+from deepspeed_ext.torch_internals.modules import buffers_of
 
 OP = "zero.stream"
 # Parameters with fewer elements than this part of their block's largest one stay on the device:
@@ -77,6 +78,8 @@ def _check(model: nn.Module, blocks: dict[str, nn.Module]) -> None:
 @torch.no_grad()
 def bring_to_rest(params: list[nn.Parameter]) -> None:
     """Give parameters pinned host memory, in one piece, with all that they are."""
+    if not params:
+        return
     parts = [param.detach() for param in params]
     for param, part, memory in zip(params, parts, host_memory(parts, share_here()), strict=True):
         param.data = memory.copy_(part)
@@ -96,8 +99,8 @@ def bring_to_device(model: nn.Module, device: torch.device, resting: Iterable[Te
             param.grad = grad
     moved: dict[int, Tensor] = {}
     for module in model.modules():
-        for name, buffer in module._buffers.items():
+        for name, buffer in buffers_of(module).items():
             if buffer is not None and buffer.device != device:
                 if id(buffer) not in moved:
                     moved[id(buffer)] = buffer.to(device)
-                module._buffers[name] = moved[id(buffer)]
+                buffers_of(module)[name] = moved[id(buffer)]

@@ -23,6 +23,7 @@ from deepspeed_ext.torch_internals.tensors import past_torch_function
 from deepspeed_ext.zero.blocks import Block, blocks_of
 from deepspeed_ext.zero.streaming.fetched import Fetched
 from deepspeed_ext.zero.streaming.gradients import Gradients, nothing
+from deepspeed_ext.zero.streaming.moves import keep_at_rest
 from deepspeed_ext.zero.streaming.order import Order
 from deepspeed_ext.zero.streaming.pieces import Piece
 from deepspeed_ext.zero.streaming.rest import (
@@ -68,9 +69,10 @@ class Stream:
             for param in params:
                 self._blocks_of[param] = weakref.ref(block)
                 set_home(param, self._gradients)
-        self._handles = [
-            model.register_forward_pre_hook(_Hook(self, "begin_forward"), prepend=True),
-            model.register_forward_hook(_Hook(self, "end_forward"), always_call=True),
+        begin, end = _Hook(self, "begin_forward"), _Hook(self, "end_forward")
+        self._removes = [
+            model.register_forward_pre_hook(begin, prepend=True).remove,
+            model.register_forward_hook(end, always_call=True).remove,
         ]
         for block in blocks.values():
             for module in block.modules():
@@ -78,9 +80,10 @@ class Stream:
                     param in self._blocks_of for param in module.parameters(recurse=False)
                 ):
                     before, after = _Hook(self, "enter"), _Hook(self, "leave")
-                    self._handles += [
-                        module.register_forward_pre_hook(before, prepend=True),
-                        module.register_forward_hook(after, always_call=True),
+                    self._removes += [
+                        module.register_forward_pre_hook(before, prepend=True).remove,
+                        module.register_forward_hook(after, always_call=True).remove,
+                        keep_at_rest(module, self._blocks_of.__contains__),
                     ]
         object.__setattr__(model, _MARK, self)
 
@@ -98,8 +101,8 @@ class Stream:
 
     def close(self) -> None:
         """Stream no more: parameters stay where they are, and the model is an ordinary one."""
-        for handle in self._handles:
-            handle.remove()
+        for remove in self._removes:
+            remove()
         self._windows.close_all()
         self._let_go()
         for param in self._blocks_of:

@@ -13,12 +13,13 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
+from deepspeed_ext.torch_internals.modules import FLAT_WEIGHTS, flat_names_of, parameters_of
+from deepspeed_ext.torch_internals.tensors import version_of
 from deepspeed_ext.zero.streaming.fetched import Fetched
 from deepspeed_ext.zero.streaming.gradients import Gradients, Use
 from deepspeed_ext.zero.streaming.saved_weights import Packer, Source, is_innermost, unpack
 
 _THREAD = "_zero_stream_thread"  # the number of the thread that a module has weights in
-_FLAT = "_flat_weights"  # where recurrent modules of torch have their weights once more
 
 
 class Slot(NamedTuple):
@@ -78,9 +79,9 @@ class Window:
         self._got, self._slots = got, slots
         self.packer = Packer(source, got)
         self._packing: Packing | None = None
-        self._flat: list[nn.Module] = []
+        self._flat: list[nn.RNNBase] = []
         self._weights = _weights(gradients, got)
-        self._versions = [weight._version for weight in self._weights]
+        self._versions = [version_of(weight) for weight in self._weights]
         try:
             for at, name, row in slots:
                 at.__dict__[_THREAD] = get_ident()
@@ -88,7 +89,7 @@ class Window:
             for at in {id(slot.module): slot.module for slot in slots}.values():
                 if isinstance(at, nn.RNNBase):
                     self._flat.append(at)
-                    at.__dict__[_FLAT] = [getattr(at, n, None) for n in at._flat_weights_names]
+                    _flatten(at)
             if torch.is_grad_enabled():
                 self._packing = Packing(module, self.packer)
         except BaseException:
@@ -105,7 +106,7 @@ class Window:
             if at.__dict__.get(name) is self._weights[row]:
                 del at.__dict__[name]
         for at in self._flat:
-            at.__dict__[_FLAT] = [getattr(at, n, None) for n in at._flat_weights_names]  # type: ignore[union-attr]
+            _flatten(at)
         self._got.finish()
         self._take_writes()
         self._weights = []
@@ -113,7 +114,9 @@ class Window:
     def _take_writes(self) -> None:
         params = self._got.piece.params
         both = zip(params, self._weights, self._versions, strict=False)
-        written = [(param, weight) for param, weight, before in both if weight._version != before]
+        written = [
+            (param, weight) for param, weight, before in both if version_of(weight) != before
+        ]
         with torch.no_grad():
             for param, weight in written:
                 param.copy_(weight)
@@ -170,6 +173,11 @@ def check_thread(module: nn.Module) -> None:
         )
 
 
+def _flatten(module: nn.RNNBase) -> None:
+    """Let a recurrent module have the weights that are its attributes now."""
+    module.__dict__[FLAT_WEIGHTS] = [getattr(module, name, None) for name in flat_names_of(module)]
+
+
 def slots_of(
     module: nn.Module, recurse: bool, is_streamed: Callable[[Tensor], bool]
 ) -> Iterator[tuple[Tensor, nn.Module, str]]:
@@ -181,6 +189,6 @@ def slots_of(
         is_streamed: tells of a parameter whether it is to be fetched.
     """
     for at in module.modules() if recurse else (module,):
-        for name, param in at._parameters.items():
+        for name, param in parameters_of(at).items():
             if param is not None and name not in at.__dict__ and is_streamed(param):
                 yield param, at, name

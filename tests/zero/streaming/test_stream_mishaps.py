@@ -1,5 +1,6 @@
 """What users do to streamed models, and what goes wrong in the middle."""
 
+import copy
 import gc
 import io
 import pickle
@@ -361,3 +362,23 @@ def test_one_model_in_two_threads_is_an_error(device):
     want = logits(model, device)
     assert len(errors) == 1 and "is called in two threads at once, expected one" in errors[0]
     assert torch.isfinite(want).all()
+
+
+def test_moves_leave_what_rests(device):
+    streamed, kept, handle = pair(device)
+    resting = handle.stats()["resting_bytes"]
+    loss_of(streamed, some_ids(device, 0)).backward()
+    streamed.to(device)
+    assert streamed.layers[0].up.weight.device.type == "cpu"
+    assert streamed.layers[0].up.weight.grad.device.type == "cpu"
+    loss_of(kept, some_ids(device, 0)).backward()
+    assert_equal_models(streamed, kept, gradients=True)
+    address = streamed.layers[0].up.weight.data_ptr()
+    twin = copy.deepcopy(streamed)
+    streamed.to("meta")
+    assert streamed.layers[0].up.weight.data_ptr() == address
+    assert streamed.words.weight.is_meta
+    assert twin.to("meta").layers[0].up.weight.is_meta
+    streamed.to(torch.float64)
+    assert streamed.layers[0].up.weight.dtype == torch.float64
+    assert handle.stats()["resting_bytes"] == 2 * resting
