@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from deepspeed_ext import zero
 from deepspeed_ext.offload import OffloadOptimizer
 from deepspeed_ext.optim import DeepSpeedCPUAdam, FusedAdam
 
@@ -23,6 +24,7 @@ ALONE = "forward and backward alone"
 TORCHAO = "torchao CPUOffloadOptimizer"
 DEEPSPEED = "DeepSpeed ZeRO-Offload"
 FREED = "gradients freed"
+STREAMED = "weights streamed"
 NEVER, ALWAYS = "clipping never bites", "clipping always bites"
 ACCUMULATED = "8 times forward and backward"
 _NORMS = {NEVER: 1e9, ALWAYS: 1e-4}
@@ -92,6 +94,16 @@ def _freeing(form: str) -> Session:
         ),
         {ours(form, FREED): Phase()},
     )
+
+
+def _streamed(form: str) -> Session:
+    def make(model: nn.Module) -> OffloadOptimizer:
+        zero.stream(model, to=next(model.parameters()).device)
+        return OffloadOptimizer(
+            model.parameters(), model=model, free_grads=True, **NUMBERS, **FORMATS[form]
+        )
+
+    return Session(make, {ours(form, STREAMED): Phase()}, own_model=True)
 
 
 def _on_device(form: str) -> Session:
@@ -184,6 +196,7 @@ SESSIONS = [
     *map(_on_device, FORMATS),
     *map(_offloaded, FORMATS),
     *map(_freeing, FORMATS),
+    *map(_streamed, FORMATS),
     _torchao(),
     _fsdp("bf16", torch.bfloat16),
     _fsdp("fp32", torch.float32),

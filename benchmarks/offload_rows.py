@@ -10,6 +10,7 @@ from benchmarks.offload_contenders import (
     FORMATS,
     FREED,
     NEVER,
+    STREAMED,
     TORCHAO,
     fsdp,
     on_gpu,
@@ -53,6 +54,8 @@ def _rows() -> dict[str, Row]:
         found[f"always-{form}"] = Row(f"step, {state}, {ALWAYS}", names, form, (BOUND,))
         names = (ours(form, FREED), ours(form))
         found[f"freed-{form}"] = Row(f"step, {state}, {FREED}", names, form)
+        names = (ours(form, STREAMED), ours(form), ALONE, fsdp("bf16"), DEEPSPEED)
+        found[f"streamed-{form}"] = Row(f"step, {state}, {STREAMED}", names, form)
         names = (ours(form), TORCHAO, DEEPSPEED, fsdp("bf16"), fsdp("fp32"))
         found[f"others-{form}"] = Row(f"step, {state}, beside others", names, form)
         # For models whose state fits nowhere else: --rows only-compact --layers 40 --width 5120

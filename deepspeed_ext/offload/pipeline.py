@@ -105,11 +105,7 @@ class Pipeline:
                     bucket.discard()
 
     def take_gradient(self, param: Tensor, grad: Tensor) -> bool:
-        """Take a gradient of a streamed parameter from the device; called in backward.
-
-        Args:
-            param: which rests in host memory.
-            grad: in its layout.
+        """Take a gradient of a streamed parameter, in its layout, from the device; in backward.
 
         Returns:
             Whether it is taken; if not, it is for the parameter itself.
