@@ -1,8 +1,6 @@
 """What layers of experts refuse of their arguments."""
 
-from numbers import Real
-
-from deepspeed_ext.ops._kinds import check_kinds, check_whole
+from deepspeed_ext.ops._kinds import check_kinds, check_reals, check_whole
 
 _MOST_EXPERTS = 1024  # of moe_route
 _MOST_ROOM = 2**31 - 1  # rows, or even shares: what a capacity is made of, which is an int64
@@ -37,9 +35,8 @@ def check_room(layer: str, *, min_capacity: int, **factors: float) -> None:
         factors: by the names of arguments.
     """
     check_whole(layer, min_capacity=min_capacity)
+    check_reals(layer, **factors)
     for name, value in (*factors.items(), ("min_capacity", min_capacity)):
-        if isinstance(value, bool) or not isinstance(value, Real):
-            raise TypeError(f"{layer}: {name} is {value!r}, expected a number")
         if not 0 <= value <= _MOST_ROOM:
             raise ValueError(
                 f"{layer}: {name} is {value}, expected a number from 0 to {_MOST_ROOM}"

@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Mapping
-from numbers import Integral
+from numbers import Integral, Real
 
 from torch import Tensor
 
@@ -67,6 +67,26 @@ def check_flags(name: str, **values: object) -> None:
     for argument, value in values.items():
         if isinstance(value, Tensor) or value not in (True, False):
             raise TypeError(f"{name}: {argument} is {_told(value)}, expected True or False")
+
+
+def check_reals(name: str, **values: object) -> None:
+    """Refuse what is no number, True and False too; those of numpy are.
+
+    Args:
+        name: of a function or class.
+        values: its arguments by name.
+
+    Raises:
+        TypeError: one is none.
+    """
+    for argument, value in values.items():
+        if isinstance(value, bool) or not isinstance(value, Real):
+            raise TypeError(f"{name}: {argument} is {_told(value)}, expected a number")
+
+
+def told_dtype(tensor: Tensor) -> str:
+    """Return what an error calls the dtype of a tensor."""
+    return str(tensor.dtype).removeprefix("torch.")
 
 
 def kind_problem(op: OpOverload, values: Mapping[str, object], error: str) -> str | None:
