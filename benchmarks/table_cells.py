@@ -77,7 +77,7 @@ class Table:
 
 
 def rendered(table: Table, machines: Mapping[str, Machine]) -> str:
-    """Return a table and where its figures come from."""
+    """Return a table and where its figures come from; nothing if none was measured."""
     heads = [table.title, *(column.title for column in table.columns)]
     lines = [_cells(heads), _cells(["---"] * len(heads))]
     commands: dict[str, dict[str, None]] = {}  # by where they were run; these are ordered sets
@@ -93,6 +93,8 @@ def rendered(table: Table, machines: Mapping[str, Machine]) -> str:
                 commands.setdefault(_source(machine.name, run), {})[command] = None
         if title:
             lines.append(_cells([title, *cells]))
+    if not commands:
+        return ""
     lines.append("")
     lines += [f"- {source}: {', '.join(found)}" for source, found in commands.items()]
     return "\n".join(lines) + "\n"

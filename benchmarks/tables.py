@@ -108,6 +108,15 @@ def _cuda_steps() -> Table:
 
 SOFTMAX_SIZES = ("16,384 x 4,096", "4,096 x 16,384", "512 x 131,072", "262,144 x 128")
 LINEAR_SIZES = ("14,336 x 4,096", "4,096 x 14,336", "4,096 x 4,096", "1,024 x 4,096")
+LTD_SIZES = tuple(
+    f"{kept} tokens of {size}"
+    for kept, size in (
+        ("1,024", "32 x 2,048 x 1,024"),
+        ("512", "8 x 2,048 x 4,096"),
+        ("1,024", "32 x 2,048 x 1,001"),
+    )
+)
+LAYER_SHAPES = ("32 x 128 x 1,024, 0.316 TFLOP", "8 x 512 x 1,024, 0.335 TFLOP")
 NORM_SIZES = ("16,384 x 4,096", "262,144 x 128", "4,096 x 16,384", "512 x 131,072")
 
 
@@ -146,6 +155,15 @@ def _cuda_functional() -> Table:
             which = f"{direction}{form and ' '}{form}"
             label = f"`{bench}` {dtype}, {size}, {which}"
             lines.append(Line(label, bench, f"{which}, {dtype}, {size}, {calls} times"))
+    for size, direction, form in itertools.product(
+        ("32,768 x 1,024", "4,096 x 1,024"), ("forward", "backward"), ("", "gelu_tanh")
+    ):
+        which, op = f"{direction}{form and ' '}{form}", "dropout_activation"
+        label = f"`{op if form else 'bias_dropout_residual'}` bfloat16, {size}, {direction}"
+        lines.append(Line(label, "dropout", f"{which}, bfloat16, {size}, 20 times"))
+    for what, way in itertools.product(LTD_SIZES, ("gather", "scatter in place", "scatter")):
+        work = f"{way}, {what}, bfloat16, 20 times"
+        lines.append(Line(f"`token_{way.split()[0]}` {what}, {way}", "random_ltd", work))
     for size, direction in itertools.product(SOFTMAX_SIZES, ("forward", "backward")):
         label = f"`softmax` bfloat16, {size}, {direction}"
         lines.append(Line(label, "softmax", f"{direction}, bfloat16, {size}, 20 times"))
@@ -158,6 +176,27 @@ def _cuda_functional() -> Table:
         label = f"`cross_entropy` {what}, loss and gradient in place"
         lines.append(Line(label, "cross_entropy", f"loss and gradient, {what}, 5 times"))
     return Table("H200", columns, lines)
+
+
+def _cuda_training() -> Table:
+    columns = [
+        Column("ours", H200, 0, our_time),
+        Column("others: how many times as fast ours is", H200, 0, rivals),
+        Column("beside the ceiling", H200, 0, beside_ceiling),
+    ]
+    lines = []
+    for shape, p in itertools.product(LAYER_SHAPES, ("0.1", "0.0")):
+        size, flops = shape.rsplit(", ", 1)
+        label = f"`DeepSpeedTransformerLayer` {size}, dropout {p}"
+        lines.append(Line(label, "layer", f"bfloat16, {size}, dropout {p}, {flops}"))
+    for block, density, way in itertools.product(
+        (128, 64, 32, 16), (0.125, 0.5), ("forward", "forward and backward")
+    ):
+        what = f"block {block}, density {density}"
+        work = f"{way}, bfloat16, 1 x 16 x 16,384 x 64, {what}"
+        label = f"`block_sparse_attention` 16,384 x 16 x 64, {what}, {way}"
+        lines.append(Line(label, "block_sparse", work))
+    return Table("H200, bfloat16", columns, lines)
 
 
 def _rows(count: int) -> str:
@@ -327,6 +366,7 @@ TABLES = {
     "cuda-steps": _cuda_steps(),
     "offload": _offload(),
     "zero": _zero(),
+    "cuda-training": _cuda_training(),
     "cuda-functional": _cuda_functional(),
     "cpu-functional": _cpu_functional(),
     "cuda-inference": _cuda_inference(),

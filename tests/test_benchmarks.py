@@ -46,6 +46,10 @@ def test_another_figure_is_noticed():
         "softmax",
         "skinny_linear",
         "cross_entropy",
+        "dropout",
+        "random_ltd",
+        "layer",
+        "block_sparse",
     ],
 )
 def test_tables_name_workloads_that_are_measured(bench):

@@ -83,8 +83,9 @@ def init_inference(
 
     The weights are copied; a module stays as it is. Its tensors and its config are read, and no
     code of it runs: your hooks, those of all modules too, and a forward of its own are refused by
-    name. So are buffers that say something else than the config, such as rotary frequencies. Other
-    attributes that were changed, such as an activation or a scale, are not seen.
+    name, but for what `patch` has put there. So are buffers that say something else than the
+    config, such as rotary frequencies. Other attributes that were changed, such as an activation or
+    a scale, are not seen.
 
     Tensors of a folder are read a layer at a time and quantized on the way, so that two layers as
     floats lie about at most. Names and shapes of all tensors, what the table reads of the

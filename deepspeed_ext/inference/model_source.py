@@ -193,11 +193,17 @@ def _looks_only(hook: Any) -> bool:
     return module.partition(".")[0] in (*_KNOWN, "accelerate", "deepspeed_ext")
 
 
+def _keeps_forward(layer: nn.Module) -> bool:
+    """Tell whether what is in the place of a forward does the same: accelerate's, and patch's."""
+    kind = type(vars(layer)["forward"]).__module__
+    return hasattr(layer, "_hf_hook") or kind.startswith("deepspeed_ext.patching.")
+
+
 def _lost_with(layer: nn.Module) -> str | None:
     """Return what else than tensors a result of this module depends on; None: nothing known."""
     if not all(map(_looks_only, forward_hooks_of(layer))):
         return "forward hooks"
-    if "forward" in vars(layer) and not hasattr(layer, "_hf_hook"):  # accelerate's move tensors
+    if "forward" in vars(layer) and not _keeps_forward(layer):
         return "a forward of its own"
     forwards = [kind for kind in type(layer).__mro__ if "forward" in vars(kind)]
     known = [kind for kind in forwards if kind.__module__.partition(".")[0] in _KNOWN]

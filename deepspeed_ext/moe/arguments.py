@@ -1,21 +1,9 @@
 """What layers of experts refuse of their arguments."""
 
-import math
-from numbers import Integral, Real
+from deepspeed_ext.ops._kinds import check_kinds, check_reals, check_whole
 
 _MOST_EXPERTS = 1024  # of moe_route
-
-
-def check_whole(layer: str, **values: object) -> None:
-    """Refuse what is no whole number.
-
-    Args:
-        layer: what an error calls it.
-        values: by the names of arguments.
-    """
-    for name, value in values.items():
-        if not isinstance(value, Integral):  # as those of numpy are
-            raise TypeError(f"{layer}: {name} is {value!r}, expected a whole number")
+_MOST_ROOM = 2**31 - 1  # rows, or even shares: what a capacity is made of, which is an int64
 
 
 def check_choices(layer: str, *, num_experts: int, **counts: int) -> None:
@@ -47,8 +35,22 @@ def check_room(layer: str, *, min_capacity: int, **factors: float) -> None:
         factors: by the names of arguments.
     """
     check_whole(layer, min_capacity=min_capacity)
+    check_reals(layer, **factors)
     for name, value in (*factors.items(), ("min_capacity", min_capacity)):
-        if not isinstance(value, Real):
-            raise TypeError(f"{layer}: {name} is {value!r}, expected a number")
-        if not (value >= 0 and math.isfinite(value)):
-            raise ValueError(f"{layer}: {name} is {value}, expected a number from 0")
+        if not 0 <= value <= _MOST_ROOM:
+            raise ValueError(
+                f"{layer}: {name} is {value}, expected a number from 0 to {_MOST_ROOM}"
+            )
+
+
+def check_mesh(layer: str, mesh: object) -> None:
+    """Refuse what is neither None nor a mesh.
+
+    Args:
+        layer: what an error calls it.
+        mesh: over whose processes experts are shared out.
+    """
+    if mesh is not None:
+        from torch.distributed.device_mesh import DeviceMesh
+
+        check_kinds(layer, mesh=(mesh, DeviceMesh))

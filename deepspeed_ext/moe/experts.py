@@ -8,10 +8,10 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from deepspeed_ext.dtensors import is_dtensor
-from deepspeed_ext.moe.arguments import check_whole
+from deepspeed_ext.moe.arguments import check_mesh
 from deepspeed_ext.moe.expert_forms import Weights, can_run, form_of, run
 from deepspeed_ext.moe.stacks import copied, mirror, of_all, slices, stacked, tied
-from deepspeed_ext.ops._kinds import check_kinds
+from deepspeed_ext.ops._kinds import check_kinds, check_whole
 from deepspeed_ext.torch_internals.modules import STATE_DICT_HOOKS, reset_of
 from deepspeed_ext.torch_internals.tensors import has_gradient_hooks, version_of
 
@@ -254,6 +254,7 @@ class _Lock:
 def _check(expert: nn.Module, count: int, mesh: "DeviceMesh | None") -> None:
     check_kinds("Experts", expert=(expert, nn.Module))
     check_whole("Experts", count=count)
+    check_mesh("Experts", mesh)
     processes = 1
     if mesh is not None:
         if mesh.ndim != 1:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from deepspeed_ext.moe.arguments import check_choices, check_room, check_whole
+from deepspeed_ext.moe.arguments import check_choices, check_mesh, check_room
 from deepspeed_ext.moe.experts import Experts
 from deepspeed_ext.moe.older_names import take_older_names
 from deepspeed_ext.moe.sending import (
@@ -17,7 +17,7 @@ from deepspeed_ext.moe.sending import (
     tokens_of,
 )
 from deepspeed_ext.ops import moe_assign, moe_load_balancing_loss, moe_route
-from deepspeed_ext.ops._kinds import check_kinds
+from deepspeed_ext.ops._kinds import check_flags, check_kinds, check_whole
 from deepspeed_ext.ops.moe.routing import Routing
 
 if TYPE_CHECKING:
@@ -116,6 +116,10 @@ class MoE(nn.Module):
             eval_capacity_factor=eval_capacity_factor,
             min_capacity=min_capacity,
         )
+        check_flags(
+            "MoE", use_residual=use_residual, drop_tokens=drop_tokens, use_rts=use_rts,
+            use_tutel=use_tutel, enable_expert_tensor_parallelism=enable_expert_tensor_parallelism,
+        )  # fmt: skip
         if noisy_gate_policy not in _POLICIES:
             raise ValueError(
                 f"MoE: noisy_gate_policy is {noisy_gate_policy!r}, expected None, 'Jitter' or"
@@ -227,6 +231,7 @@ def _as_mask(used_token: Tensor, tokens: int) -> Tensor:
 def _mesh_of(ep_size: int, mesh: "DeviceMesh | None") -> "DeviceMesh | None":
     """Return the mesh of experts, or None: they are all here."""
     check_whole("MoE", ep_size=ep_size)
+    check_mesh("MoE", mesh)
     if mesh is not None:
         if mesh.size() != ep_size:
             raise ValueError(f"MoE: mesh has {mesh.size()} processes, expected ep_size, {ep_size}")

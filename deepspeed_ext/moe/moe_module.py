@@ -17,7 +17,7 @@ from deepspeed_ext.moe.sending import (
     tokens_of,
 )
 from deepspeed_ext.ops import moe_load_balancing_loss, moe_route
-from deepspeed_ext.ops._kinds import check_kinds
+from deepspeed_ext.ops._kinds import check_flags, check_kinds
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -90,6 +90,7 @@ class MoeModule(nn.Module):
             capacity_factor_eval=capacity_factor_eval,
             min_capacity=min_capacity,
         )
+        check_flags("MoeModule", drop_tks=drop_tks, use_residual=use_residual)
         if noisy_policy not in _POLICIES:
             raise ValueError(
                 f"MoeModule: noisy_policy is {noisy_policy!r}, expected None, 'Jitter' or"
@@ -102,6 +103,12 @@ class MoeModule(nn.Module):
         self.noisy_policy, self.drop_tks, self.use_residual = noisy_policy, drop_tks, use_residual
         self._mesh = mesh
         make = _maker_of(expert_cls, expert_args)
+        if residual_instance is not None:
+            check_kinds("MoeModule", residual_instance=(residual_instance, nn.Module))
+            if not use_residual:
+                raise ValueError(
+                    "MoeModule: residual_instance is given, expected None without use_residual"
+                )
         if expert_instance is None:
             expert_instance = _experts_of(make, num_experts, mesh)
         check_kinds("MoeModule", expert_instance=(expert_instance, Experts))
@@ -156,6 +163,18 @@ class MoeModule(nn.Module):
 def _maker_of(
     expert_cls: Callable[..., nn.Module] | None, arguments: dict[str, Any]
 ) -> Callable[[], nn.Module]:
+    is_class = callable(expert_cls) and not isinstance(expert_cls, nn.Module)
+    if expert_cls is not None and not is_class:
+        raise TypeError(
+            f"MoeModule: expert_cls is a {type(expert_cls).__name__}, expected a class of experts,"
+            " or a function that returns one"
+        )
+    if arguments and expert_cls is None:
+        raise TypeError(
+            f"MoeModule: {next(iter(arguments))} is given, expected expert_cls, whose argument it"
+            " is, or another name"
+        )
+
     def make() -> nn.Module:
         if expert_cls is None:
             raise ValueError(

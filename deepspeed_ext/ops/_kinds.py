@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Mapping
+from numbers import Integral, Real
 
 from torch import Tensor
 
@@ -36,6 +37,56 @@ def check_kinds(name: str, **values: tuple[object, type]) -> None:
         if not isinstance(value, kind):
             want = "a tensor" if kind is Tensor else f"a {kind.__name__}"
             raise TypeError(f"{name}: {argument} is {_told(value)}, expected {want}")
+
+
+def check_whole(name: str, **values: object) -> None:
+    """Refuse what is no whole number, True and False too; those of numpy are.
+
+    Args:
+        name: of a function or class.
+        values: its arguments by name.
+
+    Raises:
+        TypeError: one is none.
+    """
+    for argument, value in values.items():
+        if isinstance(value, bool) or not isinstance(value, Integral):
+            raise TypeError(f"{name}: {argument} is {_told(value)}, expected a whole number")
+
+
+def check_flags(name: str, **values: object) -> None:
+    """Refuse what is neither True nor False, nor 1 or 0: a text such as "no" would count as True.
+
+    Args:
+        name: of a function or class.
+        values: its arguments by name.
+
+    Raises:
+        TypeError: one is neither.
+    """
+    for argument, value in values.items():
+        if isinstance(value, Tensor) or value not in (True, False):
+            raise TypeError(f"{name}: {argument} is {_told(value)}, expected True or False")
+
+
+def check_reals(name: str, **values: object) -> None:
+    """Refuse what is no number, True and False too; those of numpy are.
+
+    Args:
+        name: of a function or class.
+        values: its arguments by name.
+
+    Raises:
+        TypeError: one is none.
+    """
+    for argument, value in values.items():
+        if isinstance(value, bool) or not isinstance(value, Real):
+            raise TypeError(f"{name}: {argument} is {_told(value)}, expected a number")
+
+
+def told_dtype(tensor: Tensor) -> str:
+    """Return what an error calls the dtype of a tensor."""
+    return str(tensor.dtype).removeprefix("torch.")
 
 
 def kind_problem(op: OpOverload, values: Mapping[str, object], error: str) -> str | None:

@@ -17,6 +17,7 @@ from deepspeed_ext.patching.recognition import (
     stub_of,
 )
 from deepspeed_ext.patching.replaced import Replaced, are_ours
+from deepspeed_ext.torch_internals.modules import forward_hooks_of, result_hooks_of
 
 _TWO = ("gate_proj", "up_proj", "down_proj")
 _ONE = ("gate_up_proj", "down_proj")
@@ -29,20 +30,28 @@ _PASSES = (  # classes of transformers.activations that go over memory several t
 class _Gated(Replaced):
     """Args:
     module: that it is for.
-    activation: what our ops call that of the gate.
+    name: of the module in it that is the activation of the gate.
+    activation: what our ops call that.
     """
 
     by = ("gated_activation",)
 
-    def __init__(self, module: nn.Module, activation: str) -> None:
+    def __init__(self, module: nn.Module, name: str, activation: str) -> None:
         super().__init__(module)
+        self.name, self.kind = name, class_of(getattr(module, name))
         self.activation = activation
+
+    def is_ours(self, x: Tensor) -> bool:
+        """Tell whether our op does it: for these, if the activation is what it was, unwatched."""
+        found = getattr(self.module, self.name)
+        hooks = (*forward_hooks_of(found), *result_hooks_of(found))
+        return are_ours(x) and type(found) is self.kind and not hooks
 
 
 class _GatedByTwo(_Gated):
     def run(self, x: Tensor) -> Any:
         module: Any = self.module
-        if not are_ours(x):
+        if not self.is_ours(x):
             return self.own(x)
         gate, up = module.gate_proj(x), module.up_proj(x)
         return module.down_proj(gated_activation(gate, up, activation=self.activation))
@@ -51,7 +60,7 @@ class _GatedByTwo(_Gated):
 class _GatedByOne(_Gated):
     def run(self, x: Tensor) -> Any:
         module: Any = self.module
-        if not are_ours(x):
+        if not self.is_ours(x):
             return self.own(x)
         both = module.gate_up_proj(x)
         return module.down_proj(gated_activation(both, activation=self.activation))
@@ -85,7 +94,7 @@ def feed_forward_of(module: nn.Module) -> Replaced | None:
         raise Unlike("it is no gate by an activation that our ops know, between linear layers")
     check_forward(children[name])
     _check_block(module, projections, name, activation)
-    return (_GatedByTwo if projections is _TWO else _GatedByOne)(module, activation)
+    return (_GatedByTwo if projections is _TWO else _GatedByOne)(module, name, activation)
 
 
 def _check_block(

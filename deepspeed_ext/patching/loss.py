@@ -2,7 +2,9 @@
 
 import inspect
 import sys
+from collections.abc import Callable
 from copy import copy
+from functools import partial
 from typing import Any
 
 import torch
@@ -26,8 +28,11 @@ from deepspeed_ext.patching.replaced import (
     replaced_of,
     take_out,
 )
+from deepspeed_ext.torch_internals.modules import result_hooks_of
 
+_KEEPERS = ("torch.distributed.", "deepspeed_ext.")  # whose hooks let results be as they are
 _LOSSES = "transformers.loss.loss_utils"
+_MODELS = "transformers.modeling_utils"
 _OWN_LOSS = "_loss_function"  # the attribute of a model that has another than its class
 _CAP = "final_logit_softcapping"  # in configurations
 _BALANCE = "output_router_logits"  # likewise
@@ -82,6 +87,9 @@ class _Head(Replaced):
 
     Attributes:
         request: what is wanted in place of logits.
+
+    Raises:
+        RuntimeError: there is a second call in a forward: nobody knows which rows the loss is of.
     """
 
     by = ("linear_cross_entropy",)
@@ -91,9 +99,13 @@ class _Head(Replaced):
         request = self.request
         module: Any = self.module
         # Asked here, as fully_shard has whole weights within calls of their modules alone.
-        is_wanted = request is not None and request.loss is None
-        if request is None or not is_wanted or not are_ours(hidden, module.weight, module.bias):
+        if request is None or not are_ours(hidden, module.weight, module.bias):
             return self.own(hidden)
+        if request.loss is not None:
+            raise RuntimeError(
+                "patch: the head is called twice in a forward with labels, expected once; use"
+                " patch(model, loss=False)"
+            )
         request.answer(hidden, module.weight, module.bias)
         return hidden.new_empty((*hidden.shape[:-1], 0))
 
@@ -138,6 +150,11 @@ class _LanguageModel(Replaced):
         as_tuple = keywords.pop("return_dict", None)
         as_tuple = config.return_dict is False if as_tuple is None else not as_tuple
         options = {name: keywords[name] for name in _READ if keywords.get(name) is not None}
+        if self.head.request is not None:
+            raise RuntimeError(
+                "patch: the model is called within a call with labels, or by another thread,"
+                " expected one call at a time; use patch(model, loss=False)"
+            )
         request = self.head.request = _Request(labels, self.softcap, options)
         try:
             found = self.own(*args, **keywords, return_dict=True)
@@ -150,12 +167,22 @@ class _LanguageModel(Replaced):
 
     def _wants_no_logits(self, keywords: dict[str, Any]) -> bool:
         module: Any = self.module
-        if not module.training or vars(module).get(_OWN_LOSS) is None:
-            return False
+        loss = vars(module).get(_OWN_LOSS)
+        if not module.training or not isinstance(loss, _Loss) or loss.head is not self.head:
+            return False  # someone has set another since
         kept = keywords.get("logits_to_keep", 0)
         head = module.get_output_embeddings()
         is_there = replaced_of(head) is self.head and is_in_place(head)
-        return is_there and type(kept) is int and kept == 0
+        if not is_there or not all(map(_keeps_results, result_hooks_of(head))):
+            return False
+        return type(kept) is int and kept == 0
+
+
+def _keeps_results(hook: Callable[..., Any]) -> bool:
+    """Tell whether a hook neither reads nor changes the logits: of fully_shard and of ours."""
+    while isinstance(hook, partial):
+        hook = hook.func
+    return str(getattr(hook, "__module__", "")).startswith(_KEEPERS)
 
 
 def loss_of(module: Any) -> Replaced | None:
@@ -164,10 +191,13 @@ def loss_of(module: Any) -> Replaced | None:
     Raises:
         Unlike: it is one, and not one whose loss is known.
     """
-    if not is_of_transformers(module) or not hasattr(module, "loss_function"):
+    if not _is_pretrained(module) or not hasattr(module, "loss_function"):
         return None
     if "labels" not in inspect.signature(class_of(module).forward).parameters:
         return None
+    if not is_of_transformers(module):
+        home = class_of(module).__module__
+        raise Unlike(f"its class is of {home}, expected one of transformers")
     check_forward(module)
     own = module.loss_function
     known = getattr(sys.modules.get(_LOSSES), "ForCausalLMLoss", None)
@@ -182,6 +212,13 @@ def loss_of(module: Any) -> Replaced | None:
     softcap = float(getattr(module.config, _CAP, None) or 0)
     _check_loss(module, head, softcap)
     return _LanguageModel(module, _Head(head), softcap)
+
+
+def _is_pretrained(module: nn.Module) -> bool:
+    """Tell whether a class is a model of transformers, or one made of it."""
+    if is_of_transformers(module):
+        return True
+    return any(kind.__module__ == _MODELS for kind in class_of(module).__mro__)
 
 
 def is_head(replaced: Replaced) -> bool:
@@ -200,12 +237,13 @@ def put_loss(replaced: Replaced) -> None:
 
 
 def take_out_loss(model: nn.Module) -> None:
-    """Undo `put_loss`, but for the forwards."""
+    """Undo `put_loss`."""
     if isinstance(vars(model).get(_OWN_LOSS), _Loss):
         delattr(model, _OWN_LOSS)
     replaced = replaced_of(model)
     if isinstance(replaced, _LanguageModel):
         take_out(replaced.head.module)
+        take_out(model)
 
 
 class _Outputs(tuple[Tensor, ...]):

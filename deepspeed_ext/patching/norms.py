@@ -23,14 +23,14 @@ _OFFSETS = (0.0, 1.0)  # that models add to the weight
 class _RMSNorm(Replaced):
     """Args:
     module: that it is for.
-    eps: added to the mean of the squares.
+    eps: what the module calls the number that is added to the mean of the squares.
     offset: added to the weight.
     widens: the result has the dtype of the weight where that is the wider one.
     """
 
     by = ("rms_norm",)
 
-    def __init__(self, module: nn.Module, eps: float, offset: float, widens: bool) -> None:
+    def __init__(self, module: nn.Module, eps: str, offset: float, widens: bool) -> None:
         super().__init__(module)
         self.eps, self.offset, self.widens = eps, offset, widens
 
@@ -41,7 +41,9 @@ class _RMSNorm(Replaced):
             return self.own(x)  # type: ignore[no-any-return]
         if self.widens and weight.dtype != x.dtype:
             x = x.to(torch.promote_types(x.dtype, weight.dtype))
-        return rms_norm(x, weight, eps=self.eps, weight_offset=self.offset)
+        eps = getattr(module, self.eps)
+        eps = torch.finfo(torch.float32).eps if eps is None else eps  # of torch's
+        return rms_norm(x, weight, eps=eps, weight_offset=self.offset)
 
 
 class _LayerNorm(Replaced):
@@ -81,12 +83,12 @@ def norm_of(module: nn.Module) -> Replaced | None:
 def _torch_rms_norm_of(module: Any) -> Replaced:
     if len(module.normalized_shape) != 1 or module.weight is None:
         raise Unlike("it has no weight of one dimension")
-    eps = torch.finfo(torch.float32).eps if module.eps is None else module.eps
-    return _RMSNorm(module, eps, 0.0, widens=False)
+    return _RMSNorm(module, "eps", 0.0, widens=False)
 
 
 def _rms_norm_of(module: nn.Module) -> Replaced:
-    eps = next((vars(module)[name] for name in _EPS if name in vars(module)), None)
+    name = next((name for name in _EPS if name in vars(module)), "")
+    eps = vars(module).get(name)
     names = [name for name, _ in module.named_parameters(recurse=False)]
     weight: Any = getattr(module, "weight", None)
     if names != ["weight"] or weight.dim() != 1 or type(eps) is not float:
@@ -96,7 +98,7 @@ def _rms_norm_of(module: nn.Module) -> Replaced:
     offset = _offset_of(module, x, drawn, eps)
     with torch.no_grad():
         mixed = _call(module, x.bfloat16(), drawn)
-    return _RMSNorm(module, eps, offset, widens=mixed.dtype == torch.float32)
+    return _RMSNorm(module, name, offset, widens=mixed.dtype == torch.float32)
 
 
 def _call(module: nn.Module, x: Tensor, weight: Tensor) -> Tensor:

@@ -4,6 +4,7 @@ from collections.abc import Callable
 
 from torch import nn
 
+from deepspeed_ext.ops._kinds import check_flags
 from deepspeed_ext.patching.attention import attention_of, is_turning, rotary_of
 from deepspeed_ext.patching.experts import experts_of
 from deepspeed_ext.patching.feed_forward import activation_of, feed_forward_of
@@ -32,12 +33,14 @@ def patch(model: nn.Module, *, loss: bool = True) -> Report:
     numbers. All else is left, and the report says why: a forward that was replaced by you or by
     another library, code that came with a checkpoint, a module with another formula. What is
     replaced calls the module's own forward for what our ops do not take: float64, other devices,
-    DTensors. A second call changes nothing; it finds what has come since.
+    DTensors. A second call changes nothing; it finds what has come since. With loss=False it takes
+    the loss out.
 
     In training, a model that is called with `labels` makes no logits: the loss is worked out from
     hidden states in chunks, and `outputs.logits` is None. Logits are there without labels, after
     ``model.eval()``, with `logits_to_keep`, and always with loss=False. Where a layer like LoRA has
-    been put around the head, the model makes logits, and the loss is its own.
+    been put around the head, or a hook sees what the head returns, or the model has been given
+    another `loss_function`, the model makes logits, and the loss is its own.
 
     Args:
         model: of transformers, or one that has such in it; wrapped, sharded or compiled or not.
@@ -47,12 +50,16 @@ def patch(model: nn.Module, *, loss: bool = True) -> Report:
         What was replaced and what not; printed, a table.
 
     Raises:
-        TypeError: model is no module.
+        TypeError: model is no module, or loss neither True nor False.
 
     See: ``unpatch``.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"patch: model is {model!r:.60}, expected a torch.nn.Module")
+    check_flags("patch", loss=loss)
+    if not loss:
+        for module in model.modules():
+            take_out_loss(module)
     search = _Search(dict(model.named_modules()))
     for kind in _KINDS:
         search.look(kind)

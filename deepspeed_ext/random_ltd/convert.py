@@ -23,8 +23,15 @@ def convert_to_random_ltd(
         convert_type: the class of layers, or several.
 
     Raises:
+        TypeError: convert_type is no class.
         ValueError: the model is of that class itself, or has no such module.
     """
+    kinds = convert_type if isinstance(convert_type, tuple) else (convert_type,)
+    if not kinds or not all(isinstance(kind, type) for kind in kinds):
+        raise TypeError(
+            f"convert_to_random_ltd: convert_type is {convert_type!r}, expected a class of modules,"
+            " or several in a tuple"
+        )
     inner = getattr(model, "module", model)
     if isinstance(inner, convert_type):
         raise ValueError(

@@ -107,14 +107,17 @@ class RandomLayerTokenDrop(nn.Module):
         rest = args[len(positional) :]
         found = self.random_ltd_layer(part, *positional, *rest, **named)
         if isinstance(found, Tensor):
-            return token_scatter(hidden_states, found, ids, self.batch_first)
+            return self._among_all(hidden_states, found, ids)
         if isinstance(found, tuple) and found and isinstance(found[0], Tensor):
-            whole = token_scatter(hidden_states, found[0], ids, self.batch_first)
-            return (whole, *found[1:])
+            return (self._among_all(hidden_states, found[0], ids), *found[1:])
         raise TypeError(
             f"{_NAME}: the layer returns a {type(found).__name__}, expected a tensor, or a tuple"
             " that begins with one"
         )
+
+    def _among_all(self, hidden_states: Tensor, part: Tensor, ids: Tensor) -> Tensor:
+        """Return all tokens in the dtype of the layer, which autocast may have made another."""
+        return token_scatter(hidden_states.to(part.dtype), part, ids, self.batch_first)
 
     def _of_kept(self, name: str, value: Any, ids: Tensor, tokens: int) -> Any:
         """Return the part of an argument that belongs to the tokens that are kept."""
@@ -146,10 +149,11 @@ def _mask_of(name: str, mask: Any, ids: Tensor, tokens: int) -> Tensor:
     """
     if not isinstance(mask, Tensor):
         raise TypeError(f"{_NAME}: {name} is a {type(mask).__name__}, expected a tensor")
-    if mask.dim() not in (2, 3, 4) or mask.shape[-1] != tokens:
+    first = {1, len(ids)}
+    if mask.dim() not in (2, 3, 4) or mask.shape[-1] != tokens or mask.shape[0] not in first:
         raise ValueError(
             f"{_NAME}: {name} has shape {list(mask.shape)}, expected two to four dimensions, the"
-            f" last of {tokens}, the tokens"
+            f" last of {tokens}, the tokens, and the first of 1 or {len(ids)}, the samples"
         )
     if mask.dim() == 2:
         return _numbers_of(mask, ids)

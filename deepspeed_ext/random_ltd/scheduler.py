@@ -1,7 +1,11 @@
 """How many tokens random-LTD keeps, step by step."""
 
 from collections.abc import Mapping
+from math import inf
+from numbers import Real
 from typing import Any
+
+from deepspeed_ext.ops._kinds import check_kinds
 
 _STATE = ("consumed_layer_tokens", "current_steps", "current_value", "min_value", "max_value")
 
@@ -23,6 +27,7 @@ class RandomLTDScheduler:
     """
 
     def __init__(self, config: Mapping[str, Any]) -> None:
+        check_kinds("RandomLTDScheduler", config=(config, Mapping))
         schedule = _needed(config, "random_ltd_schedule")
         kind = _needed(schedule, "schedule_type", "random_ltd_schedule.")
         if kind != "fixed_linear":
@@ -56,8 +61,8 @@ class RandomLTDScheduler:
         return self.state["current_value"]
 
     def set_current_seq(self, seq_length: int) -> None:
-        """Let layers keep so many tokens until the next `update_seq`."""
-        self.state["current_value"] = int(seq_length)
+        """Let layers keep so many tokens, 1 or more, until the next `update_seq`."""
+        self.state["current_value"] = _number({"seq_length": seq_length}, "seq_length", 1)
 
     def update_seq(self, global_steps: int) -> None:
         """Go to a step, of which the tokens are counted when it is a new one."""
@@ -100,8 +105,8 @@ class RandomLTDScheduler:
 
         The fewest and the most tokens are of the config, as in the engine's other schedules.
         """
-        for name in ("consumed_layer_tokens", "current_steps", "current_value"):
-            self.state[name] = int(_needed(state_dict, name))
+        least = {"consumed_layer_tokens": 0, "current_steps": -1, "current_value": 1}
+        self.state |= {name: _number(state_dict, name, number) for name, number in least.items()}
 
 
 def _needed(config: Mapping[str, Any], name: str, inside: str = "") -> Any:
@@ -112,7 +117,8 @@ def _needed(config: Mapping[str, Any], name: str, inside: str = "") -> Any:
 
 def _number(config: Mapping[str, Any], name: str, least: int, inside: str = "") -> int:
     value = _needed(config, name, inside)
-    if isinstance(value, bool) or int(value) != value or value < least:
+    is_number = isinstance(value, Real) and not isinstance(value, bool)
+    if not is_number or not least <= value < inf or int(value) != value:
         raise ValueError(
             f"RandomLTDScheduler: {inside}{name} is {value!r}, expected a whole number, {least} or"
             " more"

@@ -46,6 +46,12 @@ def forward_hooks_of(module: nn.Module) -> Iterable[Callable[..., Any]]:
     return (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
 
 
+def result_hooks_of(module: nn.Module) -> Iterable[Callable[..., Any]]:
+    """Return the hooks that see what a module's forward returned, or its gradient; likewise."""
+    of_gradients = (*module._backward_hooks.values(), *module._backward_pre_hooks.values())
+    return (*module._forward_hooks.values(), *of_gradients)
+
+
 def global_forward_hooks() -> Iterable[Callable[..., Any]]:
     """Return the hooks of all forwards, of both kinds; likewise."""
     return (*_global_forward_hooks.values(), *_global_forward_pre_hooks.values())

@@ -13,7 +13,7 @@ from patch_cases import batch, model_of, numbers_of
 from processes import Case
 from torch import Tensor, nn
 
-from deepspeed_ext import patch, unpatch
+from deepspeed_ext import init_inference, patch, unpatch
 
 
 def forwards(model: nn.Module) -> list[str]:
@@ -67,6 +67,8 @@ def test_twice_is_once_and_two_models_do_not_meet() -> None:
     first = patch(model)
     want = numbers_of(model, **inputs)
     there = [vars(module).get("forward") for module in model.modules()]
+    with pytest.raises(TypeError, match=r"^patch: loss is 'no', expected True or False"):
+        patch(model, loss="no")  # type: ignore[arg-type]
     assert patch(model) == first
     assert [vars(module).get("forward") for module in model.modules()] == there
     assert_same(numbers_of(model, **inputs), want)
@@ -176,9 +178,74 @@ def test_logits() -> None:
         lambda: model.train()(inputs["input_ids"], inputs["attention_mask"]),
     ):
         torch.testing.assert_close(call().logits, want.logits, atol=1e-5, rtol=1e-5)
-    unpatch(model)
-    patch(model, loss=False)
+    patch(model, loss=False)  # takes the loss out
     torch.testing.assert_close(model(**inputs).logits, want.logits, atol=1e-5, rtol=1e-5)
+
+
+def test_who_reads_logits_gets_them() -> None:
+    """A hook on the head, and a loss function of one's own that is set later."""
+    model, inputs = model_of("Llama"), batch()
+    patched = copy.deepcopy(model)
+    patch(patched)
+
+    def assert_near() -> None:
+        found, want = patched(**inputs), model(**inputs)
+        torch.testing.assert_close(found.logits, want.logits)
+        torch.testing.assert_close(found.loss, want.loss)
+
+    def watch(register: str, hook: Any) -> None:
+        hooks = [getattr(each.lm_head, register)(hook) for each in (model, patched)]
+        assert_near()
+        patched(**inputs).loss.backward()
+        for each in hooks:
+            each.remove()
+
+    seen: list[Any] = []
+    watch("register_forward_hook", lambda module, given, out: out * 3)
+    watch("register_full_backward_hook", lambda module, grads, more: seen.append(more[0].shape))
+    assert len(seen) == 1
+    assert patched(**inputs).logits is None
+    for each in (model, patched):
+        each.loss_function = lambda logits, labels, **more: logits.square().sum()
+    assert_near()
+
+
+def test_two_calls_at_once_are_refused() -> None:
+    """Of the head in a forward, whose rows are of another layer, and of the model."""
+    model, inputs = model_of("Llama"), batch()
+    patch(model)
+    layer = model.model.layers[0]
+
+    def guess(module: nn.Module, given: Any, out: Tensor) -> None:
+        model.lm_head(out)
+
+    early = layer.register_forward_hook(guess)
+    with pytest.raises(RuntimeError, match=r"^patch: the head is called twice in a forward"):
+        model(**inputs)
+    early.remove()
+    again = layer.register_forward_pre_hook(lambda module, given: model(**inputs) and None)
+    with pytest.raises(RuntimeError, match=r"^patch: the model is called within a call"):
+        model(**inputs)
+    again.remove()
+    assert model(**inputs).loss.isfinite()
+
+
+def test_what_is_changed_later_counts() -> None:
+    """In modules that are replaced already."""
+    model, inputs = model_of("Llama"), batch()
+    patched = copy.deepcopy(model)
+    patch(patched)
+    for change in (
+        lambda each: setattr(each.model.norm, "variance_epsilon", 0.5),
+        lambda each: each.model.layers[0].mlp.act_fn.register_forward_hook(lambda m, x, y: y * 3),
+        lambda each: setattr(each.model.layers[1].mlp, "act_fn", nn.Tanh()),
+    ):
+        before = model(**inputs).loss
+        change(model)
+        change(patched)
+        want, found = (each(**inputs).loss for each in (model, patched))
+        torch.testing.assert_close(found, want)
+        assert (want - before).abs() > 1e-4
 
 
 def test_what_the_loss_is_told() -> None:
@@ -211,6 +278,12 @@ def test_generates_the_same() -> None:
         patch(model)
         assert torch.equal(model.generate(ids, **options), want)
         assert torch.equal(model.train().generate(ids, **options), want)
+    engine = init_inference(model_of("Llama"), max_batch=2)
+    model = model_of("Llama")
+    patch(model)  # an engine reads its weights all the same
+    patched = init_inference(model, max_batch=2)
+    found, expected = (each.generate(ids.tolist(), max_new_tokens=8) for each in (patched, engine))
+    assert [each.tokens for each in found] == [each.tokens for each in expected]
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
@@ -317,6 +390,13 @@ def test_other_models() -> None:
     report = patch(model)
     assert report.left[""].startswith("its loss function is ForSequenceClassificationLoss, ")
     assert report.replaced["model.norm"] == ("rms_norm",)
+
+    class Mine(transformers.LlamaForCausalLM):  # type: ignore[misc]
+        pass
+
+    own = patch(Mine(config))
+    assert own.left[""] == f"its class is of {__name__}, expected one of transformers"
+    assert "lm_head" not in own.replaced
     plain = nn.Sequential(nn.LayerNorm(4), nn.RMSNorm(4), nn.Linear(4, 4))
     assert patch(plain).replaced == {"0": ("layer_norm",), "1": ("rms_norm",)}
     for function in (patch, unpatch):

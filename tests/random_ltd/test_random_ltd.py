@@ -276,6 +276,21 @@ def test_what_belongs_to_tokens_comes_with_them() -> None:
             assert torch.equal(others["position_embeddings"][1][..., 1], -ids.float())
 
 
+def test_a_layer_of_another_dtype() -> None:
+    """As autocast makes them: all tokens have that of the layer, as without random-LTD."""
+
+    class Wide(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x.float()
+
+    layer, x = RandomLayerTokenDrop(Wide()).train(), hidden().detach().bfloat16().requires_grad_()
+    layer.init_config(BLOCK, RandomLTDScheduler(BLOCK), 0)
+    found = layer(x)
+    assert torch.equal(found, x.float())
+    found.sum().backward()
+    assert x.grad is not None and (x.grad == 1).all()
+
+
 def test_what_is_refused() -> None:
     layer = RandomLayerTokenDrop(Layer()).train()
     scheduler = RandomLTDScheduler(BLOCK)
@@ -289,6 +304,22 @@ def test_what_is_refused() -> None:
         ValueError, match=r"attention_mask has shape \[3, 13\], expected two to four"
     ):
         layer(hidden(), torch.ones(3, 13))
+    with pytest.raises(
+        ValueError, match=r"has shape \[12, 12\], .*, and the first of 1 or 3, the s"
+    ):
+        layer(hidden(), torch.ones(12, 12))
+    with pytest.raises(TypeError, match=r"^convert_to_random_ltd: convert_type is 'Layer', expect"):
+        convert_to_random_ltd(nn.Sequential(Layer()), "Layer")  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"^RandomLTDScheduler: config is \[\], expected a Mapping"):
+        RandomLTDScheduler([])  # type: ignore[arg-type]
+    for kept in (0, -3, "4", 2.5, True, float("inf")):
+        with pytest.raises(
+            ValueError, match=r"^RandomLTDScheduler: seq_length is .*, expected a w"
+        ):
+            scheduler.set_current_seq(kept)  # type: ignore[arg-type]
+        with pytest.raises(ValueError, match=r"^RandomLTDScheduler: current_value is .*, expected"):
+            scheduler.load_state_dict(scheduler.state_dict() | {"current_value": kept})  # type: ignore[dict-item]
+    assert scheduler.get_current_seq() == 4
     with pytest.raises(ValueError, match=r"hidden_state_order is 'x', expected one of batch_seq_"):
         layer.init_config(BLOCK | {"hidden_state_order": "x"}, scheduler, 0)
     wrong = RandomLayerTokenDrop(nn.LSTM(6, 6)).train()

@@ -40,7 +40,8 @@ def by_chunks(
 
     Of a chunk, `logits` become their gradients in place.
     """
-    rows, dtype = hidden.reshape(-1, hidden.shape[-1]), options["dtype"]
+    rows = hidden.reshape(hidden.shape[:-1].numel(), hidden.shape[-1])
+    dtype = options["dtype"]
     of_rows, (classes, n) = targets.reshape(-1), weight.shape
     losses = torch.empty_like(of_rows, dtype=torch.float32)
     gradients = _zeros(rows, weight, bias, options)

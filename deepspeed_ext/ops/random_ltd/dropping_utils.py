@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from deepspeed_ext.ops._kinds import check_kinds, check_whole
 from deepspeed_ext.ops.random_ltd.mask_gather import mask_gather_bert
 from deepspeed_ext.ops.random_ltd.token_gather import token_gather
 from deepspeed_ext.ops.random_ltd.token_scatter import token_scatter
@@ -26,8 +27,20 @@ def sampled_ids(
         (layers, batch_size, reserved_length), int32, ascending.
 
     Raises:
-        ValueError: reserved_length is none that can be drawn.
+        TypeError: a length or count is no whole number.
+        ValueError: reserved_length is none that can be drawn, or a count is negative.
     """
+    counts = dict(
+        reserved_length=reserved_length,
+        seq_length=seq_length,
+        batch_size=batch_size,
+        layers=layers,
+    )
+    for name, count in counts.items():
+        if type(count) is not int:  # a compiler's numbers are
+            check_whole(op, **{name: count})
+        if count < 0:
+            raise ValueError(f"{op}: {name} is {count}, expected 0 or more")
     if not 0 <= reserved_length <= seq_length:
         raise ValueError(
             f"{op}: reserved_length is {reserved_length}, expected 0 to {seq_length}, the"
@@ -61,7 +74,15 @@ def gpt_sample_tokens(
         belongs to so many tokens, a view of it, or None.
     """
     ids = sampled_ids("gpt_sample_tokens", reserved_length, seq_length, batch_size, layers, device)
-    return ids, None if attn_mask is None else attn_mask[..., :reserved_length, :reserved_length]
+    if attn_mask is None:
+        return ids, None
+    check_kinds("gpt_sample_tokens", attn_mask=(attn_mask, Tensor))
+    if attn_mask.shape[-2:] != (seq_length, seq_length):
+        raise ValueError(
+            f"gpt_sample_tokens: attn_mask has shape {list(attn_mask.shape)}, expected its last"
+            f" dimensions to be [{seq_length}, {seq_length}]"
+        )
+    return ids, attn_mask[..., :reserved_length, :reserved_length]
 
 
 def bert_sample_tokens(
@@ -92,6 +113,12 @@ def bert_sample_tokens(
     if attn_mask is None:
         raise ValueError("bert_sample_tokens: attn_mask is None, expected a mask")
     ids = sampled_ids("bert_sample_tokens", reserved_length, seq_length, batch_size, layers, device)
+    check_kinds("bert_sample_tokens", attn_mask=(attn_mask, Tensor))
+    if attn_mask.dim() != 4 or attn_mask.shape[-1] != seq_length:
+        raise ValueError(
+            f"bert_sample_tokens: attn_mask has shape {list(attn_mask.shape)}, expected [samples,"
+            f" heads, tokens or 1, {seq_length}]"
+        )
     mask = attn_mask.expand(batch_size, *attn_mask.shape[1:])
     return ids, list(mask_gather_bert(mask, ids))
 

@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from deepspeed_ext.ops._kinds import check_kinds, check_whole
 from deepspeed_ext.ops._library import define
 
 
@@ -47,7 +48,14 @@ def mask_gather_gpt(mask: Tensor, length: int) -> Tensor:
     Returns:
         (..., length, length), a copy.
     """
-    if mask.dim() < 2 or not 0 <= length <= min(mask.shape[-2:]):
+    check_kinds("mask_gather_gpt", mask=(mask, Tensor))
+    if type(length) is not int:  # a compiler's numbers are
+        check_whole("mask_gather_gpt", length=length)
+    if mask.dim() < 2 or mask.shape[-1] != mask.shape[-2]:
+        raise ValueError(
+            f"mask_gather_gpt: mask has shape {list(mask.shape)}, expected (..., tokens, tokens)"
+        )
+    if not 0 <= length <= min(mask.shape[-2:]):
         raise ValueError(
             f"mask_gather_gpt: length is {length}, expected 0 to the tokens of a mask of shape"
             f" {list(mask.shape)}"

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from deepspeed_ext.ops._kinds import check_kinds
+from deepspeed_ext.ops._kinds import check_flags, check_kinds
 from deepspeed_ext.ops.sparse_attention.tile_groups import TileIndex
 
 _MODES = ("sdd", "dsd", "dds")
@@ -54,8 +54,9 @@ class MatMul:
         if mode not in _MODES:
             raise ValueError(f"MatMul: mode is {mode!r}, expected {', '.join(map(repr, _MODES))}")
         self.mode, self.trans_a, self.trans_b = mode, bool(trans_a), bool(trans_b)
-        self.block = int(block)
+        check_flags("MatMul", trans_a=trans_a, trans_b=trans_b)
         self._index = TileIndex("MatMul", layout, block)
+        self.block = int(block)
 
     def __call__(self, a: Tensor, b: Tensor) -> Tensor:
         """Multiply.

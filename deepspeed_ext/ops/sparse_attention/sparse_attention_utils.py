@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from deepspeed_ext.ops._kinds import check_kinds
+from deepspeed_ext.ops._kinds import check_kinds, check_whole
 from deepspeed_ext.ops.sparse_attention.bert_sparse_self_attention import BertSparseSelfAttention
 from deepspeed_ext.ops.sparse_attention.sparsity_config import SparsityConfig
 
@@ -43,6 +43,8 @@ class SparseAttentionUtils:
             ValueError: the model is of neither kind, or has as many positions.
         """
         body, reserved = _body_of("extend_position_embedding", model)
+        check_whole("extend_position_embedding", max_position=max_position)
+        max_position = int(max_position)  # a config takes no number of numpy
         positions = body.embeddings.position_embeddings
         before = positions.weight.shape[0] - reserved
         if max_position <= before:

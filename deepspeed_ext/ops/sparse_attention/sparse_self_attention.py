@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from deepspeed_ext.ops._kinds import check_kinds
+from deepspeed_ext.ops._kinds import check_flags, check_kinds, told_dtype
 from deepspeed_ext.ops.attention.block_sparse_attention import block_sparse_attention
 from deepspeed_ext.ops.sparse_attention.sparsity_config import FixedSparsityConfig, SparsityConfig
 
@@ -31,15 +31,18 @@ class SparseSelfAttention(nn.Module):
 
     Args:
         sparsity_config: the pattern; None for FixedSparsityConfig(num_heads=4).
-        key_padding_mask_mode: what a floating or whole key_padding_mask does: "add", it is added to
-            scores; "mul", keys where it is 0 are left out.
+        key_padding_mask_mode: what a key_padding_mask does that is not bool: "add", a floating one
+            is added to scores, and one of whole numbers is refused; "mul", keys where it is 0 are
+            left out.
         attn_mask_mode: likewise.
         max_seq_length: tokens of the longest sequence, a multiple of the pattern's block.
         causal: no token sees one behind it, whatever the pattern is.
 
     Raises:
-        TypeError: sparsity_config is no SparsityConfig and has no make_layout.
-        ValueError: a mode is neither of the two, or max_seq_length is no such number.
+        TypeError: sparsity_config is no SparsityConfig and has no make_layout, or returns no
+            tensor.
+        ValueError: a mode is neither of the two, max_seq_length is no such number, or a pattern of
+            your own returns a layout of another shape or dtype.
     """
 
     master_layout: Tensor
@@ -56,11 +59,12 @@ class SparseSelfAttention(nn.Module):
         super().__init__()
         if sparsity_config is None:
             sparsity_config = FixedSparsityConfig(num_heads=4)
-        if not hasattr(sparsity_config, "make_layout"):
+        if isinstance(sparsity_config, type) or not hasattr(sparsity_config, "make_layout"):
             raise TypeError(
                 f"SparseSelfAttention: sparsity_config is a {type(sparsity_config).__name__},"
                 " expected a SparsityConfig"
             )
+        check_flags("SparseSelfAttention", causal=causal)
         for name, mode in (
             ("key_padding_mask_mode", key_padding_mask_mode),
             ("attn_mask_mode", attn_mask_mode),
@@ -71,8 +75,10 @@ class SparseSelfAttention(nn.Module):
                 )
         self.sparsity_config = sparsity_config
         self.key_padding_mask_mode, self.attn_mask_mode = key_padding_mask_mode, attn_mask_mode
-        self.causal = causal
-        self.register_buffer("master_layout", sparsity_config.make_layout(max_seq_length))
+        self.causal = bool(causal)
+        layout = sparsity_config.make_layout(max_seq_length)
+        _check_layout(layout, sparsity_config, max_seq_length)
+        self.register_buffer("master_layout", layout)
 
     def get_layout(self, L: int) -> Tensor:
         """Return the layout of a sequence of L tokens, a part of master_layout, where that is.
@@ -147,6 +153,23 @@ class SparseSelfAttention(nn.Module):
     def extra_repr(self) -> str:
         """Say which pattern it is."""
         return f"{type(self.sparsity_config).__name__}, block={self.sparsity_config.block}"
+
+
+def _check_layout(layout: Any, pattern: SparsityConfig, tokens: int) -> None:
+    """Refuse what a pattern of one's own returns, if it is no layout of so many tokens."""
+    check_kinds("SparseSelfAttention", layout=(layout, Tensor))
+    blocks = tokens // pattern.block
+    shapes = [(heads, blocks, blocks) for heads in (pattern.num_heads, 1)]
+    if tuple(layout.shape) not in shapes:
+        raise ValueError(
+            f"SparseSelfAttention: layout has shape {list(layout.shape)}, expected"
+            f" {list(shapes[0])}, or 1 in place of the heads"
+        )
+    if layout.is_floating_point():
+        raise ValueError(
+            f"SparseSelfAttention: layout is {told_dtype(layout)}, expected bool, uint8, int32 or"
+            " int64"
+        )
 
 
 def _as_op_takes(mask: Tensor | None, mode: str) -> Any:

@@ -1,10 +1,13 @@
 """Which blocks of an attention are computed: patterns by DeepSpeed's names, of any length."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from numbers import Integral
+from typing import Any
 
 import torch
 from torch import Tensor
+
+from deepspeed_ext.ops._kinds import check_flags, check_whole
 
 _DIRECTIONS = ("bidirectional", "unidirectional")
 
@@ -41,6 +44,7 @@ class SparsityConfig:
     ) -> None:
         self.num_heads = self._whole(1, num_heads=num_heads)
         self.block = self._whole(1, block=block)
+        check_flags(self._name, different_layout_per_head=different_layout_per_head)
         self.different_layout_per_head = bool(different_layout_per_head)
         self.num_layout_heads = self.num_heads if self.different_layout_per_head else 1
 
@@ -84,10 +88,9 @@ class SparsityConfig:
     def _name(self) -> str:
         return type(self).__name__
 
-    def _whole(self, least: int, **value: object) -> int:
+    def _whole(self, least: int, **value: Any) -> int:
         [(name, number)] = value.items()
-        if not isinstance(number, Integral):  # as those of numpy are
-            raise TypeError(f"{self._name}: {name} is {number!r}, expected a whole number")
+        check_whole(self._name, **value)
         if number < least:
             raise ValueError(f"{self._name}: {name} is {number}, expected at least {least}")
         return int(number)
@@ -99,6 +102,7 @@ class SparsityConfig:
         return attention
 
     def _rows_of_globals(self, wanted: bool, attention: str) -> bool:
+        check_flags(self._name, horizontal_global_attention=wanted)
         if wanted and attention != "bidirectional":
             raise ValueError(
                 f"{self._name}: horizontal_global_attention is True, expected False with"
@@ -238,6 +242,7 @@ class VariableSparsityConfig(SparsityConfig):
     ) -> None:
         super().__init__(num_heads, block, different_layout_per_head)
         self.num_random_blocks = self._whole(0, num_random_blocks=num_random_blocks)
+        _check_list(self._name, local_window_blocks=local_window_blocks)
         self.local_window_blocks = [
             self._whole(1, **{f"local_window_blocks[{i}]": size})
             for i, size in enumerate(local_window_blocks)
@@ -447,9 +452,12 @@ def _groups_of(
     name: str, starts: Sequence[int], ends: Sequence[int] | None
 ) -> tuple[list[int], list[int] | None]:
     """Return copies of the lists of global blocks, if they fit together."""
-    for argument, values in (("indices", starts), ("end_indices", ends or ())):
+    _check_list(name, global_block_indices=starts)
+    if ends is not None:
+        _check_list(name, global_block_end_indices=ends)
+    for argument, values in (("indices", starts), ("end_indices", () if ends is None else ends)):
         for value in values:
-            if not isinstance(value, Integral):
+            if isinstance(value, bool) or not isinstance(value, Integral):
                 raise TypeError(
                     f"{name}: global_block_{argument} has {value!r}, expected whole numbers"
                 )
@@ -470,6 +478,11 @@ def _groups_of(
 
 
 def _seed_of(name: str, seed: int) -> int:
-    if not isinstance(seed, Integral):
-        raise TypeError(f"{name}: seed is {seed!r}, expected a whole number")
+    check_whole(name, seed=seed)
     return int(seed)
+
+
+def _check_list(name: str, **value: object) -> None:
+    for argument, given in value.items():
+        if isinstance(given, (str, Tensor)) or not isinstance(given, Iterable):
+            raise TypeError(f"{name}: {argument} is {given!r}, expected a list of whole numbers")

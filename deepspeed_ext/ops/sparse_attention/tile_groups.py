@@ -10,6 +10,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from deepspeed_ext.ops._kinds import check_whole
+
 
 @dataclass(frozen=True)
 class TileGroup:
@@ -80,7 +82,7 @@ class TileIndex:
         block: tokens in a block.
 
     Raises:
-        TypeError: layout is no tensor.
+        TypeError: layout is no tensor, or block no whole number.
         ValueError: it has other dimensions, or block is less than 1.
     """
 
@@ -92,6 +94,7 @@ class TileIndex:
                 f"{op}: layout has shape {list(layout.shape)}, expected (heads, rows, columns), or"
                 " (rows, columns) of one head"
             )
+        check_whole(op, block=block)
         if block < 1:
             raise ValueError(f"{op}: block is {block}, expected at least 1")
         there = layout.detach().cpu() != 0

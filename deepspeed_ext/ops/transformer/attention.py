@@ -7,8 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from deepspeed_ext.ops._dropout import kept_ref
-from deepspeed_ext.ops._kinds import check_kinds
+from deepspeed_ext.ops._dropout import draw_seeds, kept_ref
+from deepspeed_ext.ops._kinds import check_kinds, told_dtype
 from deepspeed_ext.ops._library import check_numbers, define
 from deepspeed_ext.ops.elementwise.bias_dropout_residual import bias_dropout_residual
 from deepspeed_ext.ops.softmax_and_loss.softmax import softmax, softmax_gradient, softmax_ref
@@ -124,20 +124,19 @@ def dropout_attention(
 ) -> Tensor:
     """Return attention of whole sequences, of whose probabilities some are dropped.
 
-    Scores are scaled by 1 / sqrt(head size). On CUDA, and without a seed, torch's
+    Scores are scaled by 1 / sqrt(head size). On CUDA, and where nothing is dropped, torch's
     scaled_dot_product_attention does all, with dropout of its own. Torch has no fused form with
     dropout on the CPU: there blocks of queries take their turns, whose probabilities are worked out
     again for the gradients, so no array of all scores is ever kept.
 
     Args:
         q: (batch, heads, queries, head size), of one dtype with k and v.
-        k: (batch, heads, keys, head size).
+        k: (batch, heads, keys, head size), with as many heads.
         v: the shape of k.
         mask: None, or what can be broadcast to the scores: bool, True where a key is seen, or a
             floating one that is added. Without a gradient on the CPU.
-        p: the part of probabilities that is dropped.
-        seed: as ``bias_dropout_residual`` takes it; None: nothing is dropped on the CPU, and torch
-            draws on CUDA.
+        p: the part of probabilities that is dropped, from 0 to 1.
+        seed: as ``bias_dropout_residual`` takes it, on the CPU; on CUDA torch draws.
 
     Returns:
         The shape and dtype of q.
@@ -146,14 +145,79 @@ def dropout_attention(
     if type(p) is not float:
         check_numbers("dropout_attention", p=p)
         p = float(p)
+    if not 0 <= p <= 1:
+        raise ValueError(f"dropout_attention: p is {p}, expected a number from 0 to 1")
+    _check_shapes(q, k, v, mask)
     if mask is not None:
         mask = mask.view(1, -1) if mask.dim() < 2 else mask  # torch wants rows
         mask = mask.to(q.dtype) if mask.is_floating_point() else mask
-    if q.device.type == "cuda" or p == 0 or seed is None:
-        rate = p if q.device.type == "cuda" else 0.0
-        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=rate)
+    if q.device.type == "cuda" or p == 0:
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=p)
+    seed = draw_seeds(q.device)[0] if seed is None else seed
     out: Tensor = _op(q, k, v, mask, seed, p=p, scale=float(q.shape[-1] ** -0.5))
     return out
+
+
+def heads_of(owner: str, x: Tensor, weight: Tensor, bias: Tensor, heads: int) -> list[Tensor]:
+    """Return q, k and v of each head, of what a layer is given or has made of it.
+
+    Args:
+        owner: what an error calls the layer.
+        x: (batch, length, hidden).
+        weight: (3 hidden, hidden).
+        bias: (3 hidden,).
+        heads: how many there are.
+
+    Raises:
+        ValueError: x has another shape.
+    """
+    hidden = weight.shape[-1]
+    if x.dim() != 3 or x.shape[-1] != hidden:
+        raise ValueError(
+            f"{owner}: hidden_states has shape {list(x.shape)}, expected [batch, length, {hidden}]"
+        )
+    joined = F.linear(x, weight, bias)
+    shape = (*x.shape[:2], heads, hidden // heads)
+    return [part.view(shape).transpose(1, 2) for part in joined.split(hidden, -1)]
+
+
+def _check_shapes(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> None:
+    """Refuse what torch would tell of in words of its products."""
+    if q.dim() != 4:
+        raise ValueError(
+            f"dropout_attention: q has shape {list(q.shape)}, expected [batch, heads, queries, head"
+            " size]"
+        )
+    batch, heads, queries, size = q.shape
+    if k.dim() != 4 or (*k.shape[:2], k.shape[3]) != (batch, heads, size):
+        raise ValueError(
+            f"dropout_attention: k has shape {list(k.shape)}, expected [{batch}, {heads}, keys,"
+            f" {size}]"
+        )
+    if v.shape != k.shape:
+        raise ValueError(
+            f"dropout_attention: v has shape {list(v.shape)}, expected {list(k.shape)}"
+        )
+    for name, other in (("k", k), ("v", v)):
+        if other.dtype != q.dtype:
+            raise ValueError(
+                f"dropout_attention: {name} is {told_dtype(other)}, expected {told_dtype(q)}"
+            )
+    if mask is None:
+        return
+    check_kinds("dropout_attention", mask=(mask, Tensor))
+    if mask.dtype != torch.bool and not mask.is_floating_point():
+        raise ValueError(
+            f"dropout_attention: mask is {told_dtype(mask)}, expected bool, True where a key is"
+            " seen, or a floating dtype"
+        )
+    scores = (batch, heads, queries, k.shape[2])
+    fits = zip(reversed(mask.shape), reversed(scores), strict=False)
+    if mask.dim() > 4 or any(size not in (1, want) for size, want in fits):
+        raise ValueError(
+            f"dropout_attention: mask has shape {list(mask.shape)}, expected one that can be"
+            f" broadcast to {list(scores)}"
+        )
 
 
 def dropout_attention_ref(
@@ -168,7 +232,8 @@ def dropout_attention_ref(
     """Do what dropout_attention does on the CPU, in float64 and plain torch, for tests."""
     scores = q.double() @ k.double().transpose(-2, -1)
     probabilities = softmax_ref(scores, mask, scale=q.shape[-1] ** -0.5)
-    if seed is not None and p > 0:
+    if p > 0:
+        seed = draw_seeds(q.device)[0] if seed is None else seed
         kept = [
             kept_ref(_seed_at(seed, rows.start), p, probabilities[..., rows, :])
             for rows, _ in _blocks(q, k, mask)

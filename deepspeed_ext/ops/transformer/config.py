@@ -3,9 +3,16 @@
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
+from math import inf
 from os import PathLike
 from pathlib import Path
 from typing import Any
+
+from deepspeed_ext.ops._kinds import check_flags, check_kinds, check_reals, check_whole
+
+_NAME = "DeepSpeedTransformerConfig"
+_SIZES = ("hidden_size", "heads", "intermediate_size")
+_RATES = ("attn_dropout_ratio", "hidden_dropout_ratio")
 
 
 @dataclass
@@ -17,7 +24,7 @@ class DeepSpeedTransformerConfig:
     Args:
         batch_size: not heeded: the layer takes any.
         hidden_size: the last dimension of what the layer takes.
-        intermediate_size: of the feed-forward part; -1 for 4 times hidden_size.
+        intermediate_size: of the feed-forward part; -1, as all below 1, for 4 times hidden_size.
         heads: of the attention, by which hidden_size is divisible.
         attn_dropout_ratio: of probabilities, from 0 to 1.
         hidden_dropout_ratio: of the attention's output and the feed-forward part's.
@@ -71,6 +78,7 @@ class DeepSpeedTransformerConfig:
             json_object: arguments by name; `huggingface` is an earlier name of return_tuple. Other
                 keys, as configs of models have, become attributes.
         """
+        check_kinds(_NAME, json_object=(json_object, Mapping))
         given = dict(json_object)
         if "huggingface" in given:
             given.setdefault("return_tuple", given.pop("huggingface"))
@@ -91,18 +99,26 @@ def check_config(config: DeepSpeedTransformerConfig) -> None:
     """Refuse what no layer can be made of.
 
     Raises:
-        ValueError: a value is missing, or out of its range.
+        TypeError: a value is of another kind.
+        ValueError: one is missing, or out of its range.
     """
+    values = vars(config)
+    numbers = (*_RATES, "initializer_range", "layer_norm_eps")
+    check_whole(_NAME, **{name: values[name] for name in (*_SIZES, "num_hidden_layers", "seed")})
+    check_reals(_NAME, **{name: values[name] for name in numbers})
+    check_flags(_NAME, **{each.name: values[each.name] for each in fields(config)
+                          if isinstance(each.default, bool)})  # fmt: skip
 
     def expect(is_right: bool, name: str, want: str) -> None:
         if not is_right:
             got = getattr(config, name)
-            raise ValueError(f"DeepSpeedTransformerConfig: {name} is {got!r}, expected {want}")
+            raise ValueError(f"{_NAME}: {name} is {got!r}, expected {want}")
 
-    for name in ("hidden_size", "heads", "intermediate_size"):
+    for name in _SIZES:
         expect(getattr(config, name) > 0, name, "more than 0")
     whole = config.hidden_size % config.heads == 0
     expect(whole, "hidden_size", f"a multiple of heads, {config.heads}")
-    for name in ("attn_dropout_ratio", "hidden_dropout_ratio"):
+    for name in _RATES:
         expect(0 <= getattr(config, name) <= 1, name, "a number from 0 to 1")
-    expect(config.layer_norm_eps >= 0, "layer_norm_eps", "0 or more")
+    expect(0 <= config.layer_norm_eps < inf, "layer_norm_eps", "0 or more")
+    expect(config.seed < 2**63, "seed", "less than 2**63")

@@ -8,14 +8,16 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from deepspeed_ext.ops._dropout import draw_seeds
+from deepspeed_ext.ops._kinds import check_kinds
 from deepspeed_ext.ops.elementwise.bias_activation import bias_activation
 from deepspeed_ext.ops.elementwise.bias_dropout_residual import bias_dropout_residual
 from deepspeed_ext.ops.norm.layer_norm import layer_norm
-from deepspeed_ext.ops.transformer.attention import dropout_attention
+from deepspeed_ext.ops.transformer.attention import dropout_attention, heads_of
 from deepspeed_ext.ops.transformer.config import DeepSpeedTransformerConfig, check_config
 from deepspeed_ext.ops.transformer.saving import activated_linear, invertible_norm
 from deepspeed_ext.torch_internals.dispatch import is_in_backward
 
+_NAME = "DeepSpeedTransformerLayer"
 Seeds = tuple[Tensor | None, Tensor | None, Tensor | None]
 
 
@@ -60,6 +62,7 @@ class DeepSpeedTransformerLayer(nn.Module):
         initial_biases: Sequence[Tensor] | None = None,
     ) -> None:
         super().__init__()
+        check_kinds(_NAME, config=(config, DeepSpeedTransformerConfig))
         check_config(config)
         self.config = config
         hidden, inner = config.hidden_size, config.intermediate_size
@@ -101,9 +104,10 @@ class DeepSpeedTransformerLayer(nn.Module):
         if adjust_init_range:
             needed["num_hidden_layers"] = self.config.num_hidden_layers
         for name, value in needed.items():
-            if not value > 0:
+            if not 0 < value < math.inf:
+                want = "more than 0" if not value > 0 else "a finite number"
                 raise ValueError(
-                    f"DeepSpeedTransformerConfig: {name} is {value!r}, expected more than 0"
+                    f"DeepSpeedTransformerConfig: {name} is {value!r}, expected {want}"
                 )
         before_sums = deviation
         if adjust_init_range:
@@ -161,9 +165,9 @@ class DeepSpeedTransformerLayer(nn.Module):
         for name, value in others.items():
             if value is not None:
                 raise ValueError(
-                    f"DeepSpeedTransformerLayer: {name} is given, expected none, as the layer does"
-                    " nothing with it"
+                    f"{_NAME}: {name} is given, expected none, as the layer does nothing with it"
                 )
+        check_kinds(_NAME, hidden_states=(hidden_states, Tensor))
         seeds = self._seeds(hidden_states.device)
         if self.config.pre_layer_norm:
             normed = self._norm(hidden_states, self.norm_w, self.norm_b)
@@ -180,13 +184,9 @@ class DeepSpeedTransformerLayer(nn.Module):
     def _attend(
         self, x: Tensor, residual: Tensor, attention_mask: Tensor | None, seeds: Seeds
     ) -> Tensor:
-        batch, length, hidden = x.shape
-        joined = F.linear(x, self.attn_qkvw, self.attn_qkvb)
-        q, k, v = (
-            part.view(batch, length, self.config.heads, -1).transpose(1, 2)
-            for part in joined.split(hidden, -1)
-        )
-        p = self.config.attn_dropout_ratio if self.training else 0.0
+        heads = int(self.config.heads)
+        q, k, v = heads_of(_NAME, x, self.attn_qkvw, self.attn_qkvb, heads)
+        p = float(self.config.attn_dropout_ratio) if self.training else 0.0
         out = dropout_attention(q, k, v, attention_mask, p=p, seed=seeds[0])
         product = F.linear(out.transpose(1, 2).reshape(x.shape), self.attn_ow)
         return self._dropped(product, self.attn_ob, residual, seeds[1])
@@ -201,7 +201,7 @@ class DeepSpeedTransformerLayer(nn.Module):
         return self._dropped(out, self.output_b, residual, seeds[2])
 
     def _dropped(self, x: Tensor, bias: Tensor, residual: Tensor, seed: Tensor | None) -> Tensor:
-        p = 0.0 if seed is None else self.config.hidden_dropout_ratio
+        p = 0.0 if seed is None else float(self.config.hidden_dropout_ratio)
         return bias_dropout_residual(x, bias, residual, p, seed=seed)
 
     def _norm(self, x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
@@ -223,12 +223,12 @@ class DeepSpeedTransformerLayer(nn.Module):
             return None
         if is_in_backward():
             raise RuntimeError(
-                f"DeepSpeedTransformerLayer: config.seed is {self.config.seed}, expected -1 under"
+                f"{_NAME}: config.seed is {self.config.seed}, expected -1 under"
                 " activation checkpointing, which brings back torch's generator alone"
             )
         if device not in self._generators:
             generator = torch.Generator(device)
-            generator.manual_seed(self.config.seed)
+            generator.manual_seed(int(self.config.seed))
             self._generators[device] = generator
         return self._generators[device]
 
@@ -236,16 +236,23 @@ class DeepSpeedTransformerLayer(nn.Module):
     def _copy(self, argument: str, tensors: Sequence[Tensor], end: str) -> None:
         """Copy 8 weights or biases, of which the first three become one."""
         if len(tensors) != 8:
-            raise ValueError(
-                f"DeepSpeedTransformerLayer: {argument} has {len(tensors)} tensors, expected 8"
-            )
+            raise ValueError(f"{_NAME}: {argument} has {len(tensors)} tensors, expected 8")
+        for i, tensor in enumerate(tensors):
+            check_kinds(_NAME, **{f"{argument}[{i}]": (tensor, Tensor)})
+        third = self.attn_qkvw if end == "w" else self.attn_qkvb
+        shape = [third.shape[0] // 3, *third.shape[1:]]
+        for i, tensor in enumerate(tensors[:3]):
+            if list(tensor.shape) != shape:
+                raise ValueError(
+                    f"{_NAME}: {argument}[{i}] has shape {list(tensor.shape)}, expected {shape}"
+                )
         values = [torch.cat([tensor.detach() for tensor in tensors[:3]]), *tensors[3:]]
         names = ("attn_qkv", "attn_o", "attn_n", "inter_", "output_", "norm_")
         for name, value in zip(names, values, strict=True):
             parameter = getattr(self, f"{name}{end}")
             if value.shape != parameter.shape:
                 raise ValueError(
-                    f"DeepSpeedTransformerLayer: {argument} has shape {list(value.shape)} for"
+                    f"{_NAME}: {argument} has shape {list(value.shape)} for"
                     f" {name}{end}, expected {list(parameter.shape)}"
                 )
             parameter.copy_(value)

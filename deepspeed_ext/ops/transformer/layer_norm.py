@@ -1,6 +1,7 @@
 """Layer norm as Colossal-AI's kernels have it."""
 
 from collections.abc import Sequence
+from numbers import Integral
 
 import torch
 from torch import Tensor
@@ -27,7 +28,8 @@ class LayerNorm(FusedLayerNorm):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        shape = [normalized_shape] if isinstance(normalized_shape, int) else [*normalized_shape]
+        whole = isinstance(normalized_shape, Integral)  # as those of numpy are
+        shape = [int(normalized_shape)] if whole else [*normalized_shape]  # type: ignore
         super().__init__(shape, eps, device=device, dtype=dtype)
 
     def forward(self, input: Tensor) -> Tensor:

@@ -7,9 +7,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from deepspeed_ext.ops._dropout import draw_seeds
+from deepspeed_ext.ops._kinds import check_flags, check_kinds, check_reals, check_whole
 from deepspeed_ext.ops.elementwise.bias_dropout_residual import bias_dropout_residual
 from deepspeed_ext.ops.norm.layer_norm import layer_norm
-from deepspeed_ext.ops.transformer.attention import dropout_attention
+from deepspeed_ext.ops.transformer.attention import dropout_attention, heads_of
+
+_NAME = "MultiHeadAttention"
 
 
 class MultiHeadAttention(nn.Module):
@@ -48,18 +51,18 @@ class MultiHeadAttention(nn.Module):
         super().__init__()
         if pg is not None:
             raise ValueError(
-                "MultiHeadAttention: pg is given, expected None; use"
-                " torch.distributed.tensor.parallel"
+                f"{_NAME}: pg is given, expected None; use torch.distributed.tensor.parallel"
             )
+        check_whole(_NAME, hidden_size=hidden_size, nhead=nhead)
+        check_reals(_NAME, dropout=dropout)
+        check_flags(_NAME, norm_first=norm_first)
         if nhead <= 0 or hidden_size <= 0 or hidden_size % nhead != 0:
             raise ValueError(
-                f"MultiHeadAttention: hidden_size is {hidden_size}, expected a multiple of nhead,"
-                f" {nhead}"
+                f"{_NAME}: hidden_size is {hidden_size}, expected a multiple of nhead, {nhead}"
             )
         if not 0 <= dropout <= 1:
-            raise ValueError(
-                f"MultiHeadAttention: dropout is {dropout}, expected a number from 0 to 1"
-            )
+            raise ValueError(f"{_NAME}: dropout is {dropout}, expected a number from 0 to 1")
+        hidden_size, nhead = int(hidden_size), int(nhead)
         self.nhead, self.dropout, self.norm_first = nhead, float(dropout), norm_first
         self.in_proj_weight = nn.Parameter(torch.empty(3, hidden_size, hidden_size))
         self.in_proj_bias = nn.Parameter(torch.empty(3, hidden_size))
@@ -89,19 +92,14 @@ class MultiHeadAttention(nn.Module):
             encoder_padding_mask: None, or (batch, length), what is not 0 where a token is padding;
                 of one sequence also (length,).
         """
-        batch, length, hidden = hidden_states.shape
-        mask = None
-        if encoder_padding_mask is not None:
-            mask = (encoder_padding_mask == 0).view(batch, 1, 1, length)
+        check_kinds(_NAME, hidden_states=(hidden_states, Tensor))
         seeds: tuple[Tensor | None, ...] = (None, None)
         if self.training and self.dropout > 0:
             seeds = draw_seeds(hidden_states.device, 2)
         x = self._norm(hidden_states) if self.norm_first else hidden_states
-        joined = F.linear(x, self.in_proj_weight.view(-1, hidden), self.in_proj_bias.view(-1))
-        q, k, v = (
-            part.view(batch, length, self.nhead, -1).transpose(1, 2)
-            for part in joined.split(hidden, -1)
-        )
+        weight = self.in_proj_weight.flatten(0, 1)
+        q, k, v = heads_of(_NAME, x, weight, self.in_proj_bias.view(-1), self.nhead)
+        mask = _seen(encoder_padding_mask, *x.shape[:2])
         p = self.dropout if self.training else 0.0
         out = dropout_attention(q, k, v, mask, p=p, seed=seeds[0])
         product = F.linear(out.transpose(1, 2).reshape(x.shape), self.out_proj_weight)
@@ -110,3 +108,17 @@ class MultiHeadAttention(nn.Module):
 
     def _norm(self, x: Tensor) -> Tensor:
         return layer_norm(x, self.norm_weight, self.norm_bias)
+
+
+def _seen(padding: Tensor | None, batch: int, length: int) -> Tensor | None:
+    """Return which keys are seen, (batch, 1, 1, length), or None for all."""
+    if padding is None:
+        return None
+    check_kinds(_NAME, encoder_padding_mask=(padding, Tensor))
+    shape = padding.shape if padding.dim() > 1 else (1, *padding.shape)
+    if shape[0] != batch or shape[-1] != length or padding.numel() != batch * length:
+        raise ValueError(
+            f"{_NAME}: encoder_padding_mask has shape {list(padding.shape)}, expected"
+            f" [{batch}, {length}]"
+        )
+    return (padding == 0).view(batch, 1, 1, length)

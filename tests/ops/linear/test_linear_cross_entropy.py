@@ -141,6 +141,20 @@ def test_no_work_for_gradients_that_nobody_wants(
 
 
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+def test_hidden_states_of_no_elements(reduction: str, device: str) -> None:
+    """The logits are the bias."""
+    hidden, weight = (torch.zeros(shape, device=device) for shape in ((2, 3, 0), (5, 0)))
+    leaves = [t.requires_grad_() for t in (hidden, weight, torch.randn(5, device=device))]
+    targets = torch.tensor([[0, 4, 2], [1, 1, 3]], device=device)
+    found = linear_cross_entropy(*leaves[:2], targets, bias=leaves[2], reduction=reduction)
+    rows = leaves[2].expand(6, 5)
+    want = F.cross_entropy(rows, targets.flatten(), reduction=reduction).reshape(found.shape)
+    torch.testing.assert_close(found, want)
+    grads = (torch.autograd.grad(loss.sum(), leaves[2])[0] for loss in (found, want))
+    torch.testing.assert_close(*grads)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
 def test_no_rows_and_none_that_counts(reduction: str, device: str) -> None:
     for rows in (0, 3):
         hidden, weight, targets, bias = arguments((rows,), device=device)

@@ -392,6 +392,18 @@ WRONG: dict[str, Callable[[], Any]] = {
     ),
     "mask_gather_bert: mask has shape [2, 1, 4, 5], expected [samples, heads, tokens, tokens], or"
     " 1 in place of the first tokens": lambda: mask_gather_bert(torch.ones(2, 1, 4, 5), IDS[None]),
+    "mask_gather_gpt: length is True, expected a whole number": lambda: mask_gather_gpt(X, True),
+    "mask_gather_gpt: mask has shape [2, 5, 3], expected (..., tokens, tokens)": lambda: (
+        mask_gather_gpt(X, 3)
+    ),
+    "gpt_sample_tokens: reserved_length is 2.0, expected a whole number": lambda: gpt_sample_tokens(
+        2.0, 5, 2
+    ),  # type: ignore[arg-type]
+    "gpt_sample_tokens: batch_size is -2, expected 0 or more": lambda: gpt_sample_tokens(2, 5, -2),
+    "gpt_sample_tokens: attn_mask has shape [4, 4], expected its last dimensions to be"
+    " [5, 5]": lambda: gpt_sample_tokens(2, 5, 2, attn_mask=torch.ones(4, 4)),
+    "bert_sample_tokens: attn_mask has shape [5, 5], expected [samples, heads, tokens or 1,"
+    " 5]": lambda: bert_sample_tokens(2, 5, 2, attn_mask=torch.ones(5, 5)),
     "mask_gather_bert: ids has shape [2, 2], expected [layers, 2, kept]": lambda: mask_gather_bert(
         torch.ones(2, 1, 5, 5), IDS
     ),
@@ -400,7 +412,7 @@ WRONG: dict[str, Callable[[], Any]] = {
 
 @pytest.mark.parametrize("text", WRONG)
 def test_what_is_refused(text: str) -> None:
-    with pytest.raises(ValueError, match=f"^{re.escape(text)}$"):
+    with pytest.raises((TypeError, ValueError), match=f"^{re.escape(text)}$"):
         WRONG[text]()
 
 

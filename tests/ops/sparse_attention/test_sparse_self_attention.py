@@ -4,6 +4,7 @@ import copy
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from samples import BF16, DTYPES, F32, make
@@ -92,6 +93,17 @@ def test_the_layout_is_in_the_state_dict() -> None:
     assert SparseSelfAttention().master_layout.shape == (4, 128, 128)
 
 
+class Own(SparsityConfig):
+    """Four heads, and a layout that is what it is."""
+
+    def __init__(self, layout: Any) -> None:
+        super().__init__(4)
+        self.layout = layout
+
+    def make_layout(self, seq_len: int) -> Tensor:
+        return self.layout  # type: ignore[no-any-return]
+
+
 def refusals(q: Tensor, short: Tensor) -> list[tuple[Any, str]]:
     mask = torch.ones(64, 64, requires_grad=True)
     return [
@@ -115,6 +127,26 @@ def refusals(q: Tensor, short: Tensor) -> list[tuple[Any, str]]:
         ),
         (lambda: module(attn_mask_mode="or"), "SparseSelfAttention: attn_mask_mode is 'or', expe"),
         (lambda: SparseSelfAttention(4), "SparseSelfAttention: sparsity_config is a int, expecte"),
+        (
+            lambda: SparseSelfAttention(DenseSparsityConfig),  # type: ignore[arg-type]
+            "SparseSelfAttention: sparsity_config is a type, expected a SparsityConfig",
+        ),
+        (lambda: module(causal="no"), "SparseSelfAttention: causal is 'no', expected True or Fa"),
+        *(
+            (lambda layout=layout: SparseSelfAttention(Own(layout), max_seq_length=32), text)
+            for layout, text in (
+                (None, "SparseSelfAttention: layout is None, expected a tensor"),
+                (torch.ones(2, 2).long(), "SparseSelfAttention: layout has shape [2, 2], expected"),
+                (
+                    torch.ones(4, 2, 3),
+                    "SparseSelfAttention: layout has shape [4, 2, 3], expected [",
+                ),
+                (
+                    torch.ones(1, 2, 2),
+                    "SparseSelfAttention: layout is float32, expected bool, uint",
+                ),
+            )
+        ),
         (lambda: SparseSelfAttention(SparsityConfig(4)), "SparsityConfig: make_layout is not def"),
         (
             lambda: SparseSelfAttention(max_seq_length=100),
@@ -229,6 +261,11 @@ def test_positions_begin_again() -> None:
         SparseAttentionUtils.extend_position_embedding(model, 150)
     with pytest.raises(ValueError, match=r"max_position is 151, expected at most 150"):
         replace(model, 151)
+    with pytest.raises(TypeError, match=r"max_position is 200\.5, expected a whole number"):
+        SparseAttentionUtils.extend_position_embedding(model, 200.5)  # type: ignore[arg-type]
+    assert len(weight) == 150
+    SparseAttentionUtils.extend_position_embedding(model, np.int64(160))  # type: ignore[arg-type]
+    assert type(model.config.max_position_embeddings) is int and len(weight) == 160
 
 
 def test_two_rows_of_a_roberta_are_of_no_position() -> None:

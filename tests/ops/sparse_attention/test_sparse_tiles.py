@@ -312,6 +312,8 @@ def test_objects_that_are_not_made() -> None:
             Softmax(layout, 16)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"^Softmax: block is 0, expected at least 1$"):
         Softmax(torch.ones(2, 2), 0)
+    with pytest.raises(TypeError, match=r"^MatMul: block is 16\.0, expected a whole number$"):
+        MatMul(torch.ones(2, 2), 16.0, "sdd")  # type: ignore[arg-type]
 
 
 WRONG_MASKS: list[tuple[dict[str, Any], str]] = [

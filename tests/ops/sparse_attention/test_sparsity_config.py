@@ -313,6 +313,28 @@ WRONG: list[tuple[type, dict[str, Any], str]] = [
         "global_block_indices has '0', expected whole numbers",
     ),
     (BigBirdSparsityConfig, dict(seed=0.5), "seed is 0.5, expected a whole number"),
+    (BigBirdSparsityConfig, dict(seed=True), "seed is True, expected a whole number"),
+    (DenseSparsityConfig, dict(num_heads=True), "num_heads is True, expected a whole number"),
+    (
+        FixedSparsityConfig,
+        dict(horizontal_global_attention="no"),
+        "horizontal_global_attention is 'no', expected True or False",
+    ),
+    (
+        BigBirdSparsityConfig,
+        dict(different_layout_per_head="no"),
+        "different_layout_per_head is 'no', expected True or False",
+    ),
+    (
+        VariableSparsityConfig,
+        dict(local_window_blocks=4),
+        "local_window_blocks is 4, expected a list of whole numbers",
+    ),
+    (
+        BSLongformerSparsityConfig,
+        dict(global_block_indices=0),
+        "global_block_indices is 0, expected a list of whole numbers",
+    ),
 ]
 
 

@@ -1,5 +1,6 @@
 """dropout_attention: numbers and gradients in blocks of queries, and what torch asks of an op."""
 
+import re
 from typing import Any
 
 import pytest
@@ -8,6 +9,7 @@ from samples import BF16, F16, F32, make
 from torch import Tensor
 
 from deepspeed_ext.ops import dropout_attention, dropout_attention_ref
+from deepspeed_ext.ops._dropout import draw_seeds
 from deepspeed_ext.ops.transformer import attention
 
 SEED = torch.tensor([11])
@@ -64,9 +66,16 @@ def test_rates() -> None:
 
 
 def test_without_a_seed_it_is_torchs() -> None:
+    """Where nothing is dropped; else one is drawn, once a call."""
     tensors = heads()
     want = torch.nn.functional.scaled_dot_product_attention(*tensors)
-    assert torch.equal(dropout_attention(*tensors, p=0.5), want)
+    assert torch.equal(dropout_attention(*tensors, p=0), want)
+    torch.manual_seed(2)
+    found = dropout_attention(*tensors, p=0.5)
+    torch.manual_seed(2)
+    (seed,) = draw_seeds(want.device)
+    assert torch.equal(found, dropout_attention(*tensors, p=0.5, seed=seed))
+    assert not torch.equal(found, want)
 
 
 def test_opcheck_and_compile() -> None:
@@ -98,3 +107,22 @@ def test_what_has_no_gradient_is_refused() -> None:
         dropout_attention(*heads(), mask, p=0.3, seed=SEED)
     with pytest.raises(TypeError, match=r"^dropout_attention: q is None, expected a tensor$"):
         dropout_attention(None, *heads()[1:], p=0.3)  # type: ignore[arg-type]
+
+
+def test_refuses() -> None:
+    """With a seed and without, where torch or another op would have the word."""
+    q, k, v = heads()
+    for args, text in (
+        ((q[0], k, v), "q has shape [3, 7, 8], expected [batch, heads, queries, head size]"),
+        ((q, k[:, :1], v), "k has shape [2, 1, 9, 8], expected [2, 3, keys, 8]"),
+        ((q, k, v[:, :, :4]), "v has shape [2, 3, 4, 8], expected [2, 3, 9, 8]"),
+        ((q, k, v.half()), "v is float16, expected float32"),
+        ((q, k, v, torch.ones(7, 9).long()), "mask is int64, expected bool, True where a key is"),
+        ((q, k, v, torch.ones(2, 9)), "mask has shape [2, 9], expected one that can be broadcast"),
+    ):
+        for seed in (None, SEED):
+            with pytest.raises(ValueError, match=f"^dropout_attention: {re.escape(text)}"):
+                dropout_attention(*args, p=0.3, seed=seed)
+    for p in (2, -0.1, float("nan")):
+        with pytest.raises(ValueError, match=rf"^dropout_attention: p is {float(p)}, expected a n"):
+            dropout_attention(q, k, v, p=p)

@@ -1,5 +1,6 @@
 """MultiHeadAttention, FusedScaleMaskSoftmax and LayerNorm as Colossal-AI has them."""
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -47,7 +48,7 @@ def test_multi_head_attention(norm_first: bool) -> None:
         joined = torch.einsum("bsh,tih->tbsi", first, p["in_proj_weight"])
         q, k, v = (joined + p["in_proj_bias"][:, None, None]).unflatten(-1, (3, 8)).transpose(2, 3)
         seen = None if mask is None else (mask == 0)[:, None, None]
-        some = dropout_attention_ref(q, k, v, seen, p=0.3, seed=seeds[0])
+        some = dropout_attention_ref(q, k, v, seen, p=0.3 if training else 0, seed=seeds[0])
         some = F.linear(some.transpose(1, 2).flatten(2), p["out_proj_weight"], p["out_proj_bias"])
         total = some * kept_ref(seeds[1], 0.3, some) + wide
         want = total if norm_first else norm(total)
@@ -64,6 +65,17 @@ def test_multi_head_attention_refuses() -> None:
         MultiHeadAttention(24, 5, 2, 64)
     with pytest.raises(ValueError, match=r"dropout is 1\.5, expected a number from 0 to 1"):
         MultiHeadAttention(24, 3, 2, 64, 1.5)
+    with pytest.raises(
+        TypeError, match=r"^MultiHeadAttention: nhead is 3\.0, expected a whole num"
+    ):
+        MultiHeadAttention(24, 3.0, 2, 64)  # type: ignore[arg-type]
+    block, x = MultiHeadAttention(24, 3, 2, 64), torch.randn(2, 7, 24)
+    turned = torch.zeros(7, 2)  # as many elements
+    with pytest.raises(
+        ValueError, match=r"encoder_padding_mask has shape \[7, 2\], expected \[2, 7"
+    ):
+        block(x, turned)
+    assert block(x[:0]).shape == (0, 7, 24) and block(x[:1], turned[:, 0]).shape == (1, 7, 24)
 
 
 @pytest.mark.parametrize("fusion", [False, True])
@@ -104,4 +116,4 @@ def test_layer_norm() -> None:
     torch.testing.assert_close(norm(x).double(), want, rtol=0, atol=1e-6)
     with torch.autocast("cpu", torch.bfloat16):
         assert norm(x.bfloat16()).dtype == torch.float32
-    assert LayerNorm(8)(x).shape == x.shape
+    assert LayerNorm(np.int64(8))(x).shape == x.shape

@@ -3,10 +3,12 @@
 import copy
 import itertools
 import json
+import math
 import re
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -54,7 +56,8 @@ def plain(layer: Any, x: Tensor, mask: Tensor | None, seeds: tuple[Any, ...] = (
     def attention(t: Tensor) -> Tensor:
         joined = F.linear(t, p["attn_qkvw"], p["attn_qkvb"])
         q, k, v = joined.view(*t.shape[:2], 3, c.heads, -1).permute(2, 0, 3, 1, 4)
-        out = dropout_attention_ref(q, k, v, mask, p=c.attn_dropout_ratio, seed=seeds[0])
+        rate = 0 if seeds[0] is None else c.attn_dropout_ratio
+        out = dropout_attention_ref(q, k, v, mask, p=rate, seed=seeds[0])
         out = out.transpose(1, 2).reshape(t.shape)
         return dropped(F.linear(out, p["attn_ow"], p["attn_ob"]), seeds[1])
 
@@ -278,6 +281,11 @@ def test_given_weights_and_biases() -> None:
     assert not DeepSpeedTransformerLayer(config, weights).output_b.any()
     with pytest.raises(ValueError, match="initial_weights has 7 tensors, expected 8"):
         DeepSpeedTransformerLayer(config, weights[1:])
+    uneven = [torch.ones(16, 24), torch.ones(32, 24), *weights[2:]]  # as many rows in all
+    with pytest.raises(ValueError, match=r"initial_weights\[0\] has shape \[16, 24\], expected"):
+        DeepSpeedTransformerLayer(config, uneven)
+    with pytest.raises(TypeError, match=r"initial_weights\[7\] is None, expected a tensor$"):
+        DeepSpeedTransformerLayer(config, [*weights[:7], None])  # type: ignore[list-item]
     with pytest.raises(ValueError, match=r"initial_biases has shape \[1\] for output_b, expected"):
         DeepSpeedTransformerLayer(config, weights, [*biases[:6], torch.ones(1), biases[7]])
 
@@ -325,11 +333,19 @@ def test_configs(tmp_path: Path) -> None:
         ("initializer_range is -1, expected more than 0", dict(initializer_range=-1)),
         ("num_hidden_layers is -1, expected more than 0", dict(num_hidden_layers=-1)),
         ("layer_norm_eps is -1, expected 0 or more", dict(layer_norm_eps=-1)),
+        ("initializer_range is inf, expected a finite number", dict(initializer_range=math.inf)),
+        ("heads is True, expected a whole number", dict(heads=True)),
+        ("heads is 4.0, expected a whole number", dict(heads=4.0)),
+        ("seed is 1.5, expected a whole number", dict(seed=1.5)),
+        ("attn_dropout_ratio is '0.1', expected a number", dict(attn_dropout_ratio="0.1")),
+        ("pre_layer_norm is 'false', expected True or False", dict(pre_layer_norm="false")),
     ],
 )
 def test_refuses(text: str, options: dict[str, Any]) -> None:
     config = DeepSpeedTransformerConfig(**(SIZES | NONE | options))
-    with pytest.raises(ValueError, match=f"^DeepSpeedTransformerConfig: {re.escape(text)}$"):
+    with pytest.raises(
+        (TypeError, ValueError), match=f"^DeepSpeedTransformerConfig: {re.escape(text)}$"
+    ):
         DeepSpeedTransformerLayer(config)
 
 
@@ -340,3 +356,20 @@ def test_refuses_what_it_does_not_do() -> None:
         with pytest.raises(ValueError, match=f": {name} is given, expected none, as the layer"):
             layer(x, **{name: True})
     layer(x, None, None, None, None, None, None, False)
+    with pytest.raises(
+        ValueError, match=r"^DeepSpeedTransformerLayer: hidden_states has shape \[3"
+    ):
+        layer(x[0])
+    with pytest.raises(TypeError, match=r"^DeepSpeedTransformerLayer: config is {}, expected a D"):
+        DeepSpeedTransformerLayer({})  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"^DeepSpeedTransformerConfig: json_object is \[\], expe"):
+        DeepSpeedTransformerConfig.from_dict([])  # type: ignore[arg-type]
+
+
+def test_empty_batches_and_numbers_of_numpy() -> None:
+    options = dict(heads=np.int64(3), attn_dropout_ratio=np.float32(0.1))
+    layer = DeepSpeedTransformerLayer(DeepSpeedTransformerConfig(**(SIZES | NONE | options)))
+    for shape in ((0, 5, 24), (2, 0, 24), (2, 5, 24)):
+        x = torch.randn(shape, requires_grad=True)
+        layer(x, torch.zeros(shape[0], 1, 1, shape[1])).sum().backward()
+        assert x.grad is not None and x.grad.shape == shape
