@@ -107,6 +107,7 @@ ROOMS = {  # inside of a package, likewise; its __init__ may import all
         ("kept",),
         ("ahead",),
         ("packing",),
+        ("sharding",),
         ("saved_tensors",),
         ("checkpointing",),
     ),

@@ -13,8 +13,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from deepspeed_ext.offload.activations.ahead import Order
 from deepspeed_ext.offload.activations.forms import (
     Counter,
+    can_leave,
     form_of,
-    is_kept_by_user,
     span_of,
     storage_bytes,
 )
@@ -40,10 +40,14 @@ class Packing:
         place: where bytes rest.
         budget: most bytes there; None: any.
         min_bytes: storages of fewer bytes stay.
+        kind: of tensors that leave.
     """
 
-    def __init__(self, place: Place, budget: int | None, min_bytes: int) -> None:
+    def __init__(
+        self, place: Place, budget: int | None, min_bytes: int, kind: type[Tensor] = Tensor
+    ) -> None:
         self._place = place
+        self._kind = kind
         self._budget = budget
         self._min_bytes = max(min_bytes, 1)
         self._lock = threading.RLock()  # garbage that is collected meanwhile may have hooks, too
@@ -101,11 +105,7 @@ class Packing:
             return packed.form.of(back.memory)
 
     def _may_leave(self, tensor: Tensor) -> bool:
-        if type(tensor) is not Tensor or tensor.layout != torch.strided:
-            return False  # parameters, DTensors, and what has no memory of its own
-        if tensor.device.type not in ("cpu", "cuda") or tensor.is_quantized or tensor.is_neg():
-            return False
-        if not tensor.numel() or is_kept_by_user(tensor):
+        if not can_leave(tensor, self._kind):
             return False
         return tensor.untyped_storage().nbytes() >= self._min_bytes
 

@@ -4,11 +4,13 @@ import os
 from typing import Any
 
 from torch.autograd.graph import saved_tensors_hooks
+from torch.distributed.device_mesh import DeviceMesh
 
 from deepspeed_ext.offload.activations.disk import DiskPlace
 from deepspeed_ext.offload.activations.host import HostPlace
 from deepspeed_ext.offload.activations.kept import Place
 from deepspeed_ext.offload.activations.packing import Packing
+from deepspeed_ext.offload.activations.sharding import Sharding
 from deepspeed_ext.offload.tiers.room import bytes_in
 
 _DEVICES = ("cpu", "nvme")
@@ -43,6 +45,8 @@ class SavedTensors:
         place: Place = HostPlace() if nvme_path is None else DiskPlace(nvme_path, most)
         self._packing = Packing(place, most, least)
         self._hooks = saved_tensors_hooks(self._packing.pack, self._packing.unpack)
+        self._least = least
+        self._shardings: dict[DeviceMesh, Sharding] = {}
 
     def __enter__(self) -> "SavedTensors":
         self._hooks.__enter__()
@@ -50,6 +54,13 @@ class SavedTensors:
 
     def __exit__(self, *_: object) -> None:
         self._hooks.__exit__()
+
+    def shared_over(self, mesh: DeviceMesh) -> Any:
+        """Return the context in which what has a graph is shared out; see `checkpoint`."""
+        sharding = self._shardings.get(mesh)
+        if sharding is None:
+            sharding = self._shardings[mesh] = Sharding(self._packing, mesh, self._least)
+        return sharding.hooks()
 
     def stats(self) -> dict[str, int]:
         """Return what was done so far.
