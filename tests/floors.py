@@ -103,7 +103,7 @@ ROOMS = {  # inside of a package, likewise; its __init__ may import all
     ),
     "random_ltd": (("scheduler",), ("layer",), ("convert",)),
     "offload/activations": (
-        ("disk", "forms", "host", "tracing"),
+        ("counting", "disk", "forms", "host", "tracing"),
         ("kept",),
         ("ahead",),
         ("packing",),

@@ -77,7 +77,8 @@ def can_leave(tensor: Tensor, kind: type[Tensor] = Tensor) -> bool:
     """
     if type(tensor) is not kind or tensor.layout != torch.strided:
         return False  # parameters, DTensors, and what has no memory of its own
-    if tensor.device.type not in ("cpu", "cuda") or tensor.is_quantized or tensor.is_neg():
+    devices = ("cpu", "cuda") if kind is Tensor else ("cpu", "cuda", "meta")
+    if tensor.device.type not in devices or tensor.is_quantized or tensor.is_neg():
         return False
     return bool(tensor.numel()) and not is_kept_by_user(tensor)
 

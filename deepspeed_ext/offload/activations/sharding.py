@@ -2,7 +2,7 @@
 
 import math
 import weakref
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.device_mesh import DeviceMesh
 
-from deepspeed_ext.offload.activations.forms import ALIGNMENT, Counter, can_leave
+from deepspeed_ext.offload.activations.forms import ALIGNMENT, Counter
 from deepspeed_ext.offload.activations.kept import Packed, Staying
 from deepspeed_ext.offload.activations.packing import Packing
 from deepspeed_ext.offload.activations.tracing import untraced_where_compiled
@@ -111,7 +111,7 @@ class Sharding:
         self._min_bytes = min_bytes
         self._known: weakref.WeakValueDictionary[int, Shard] = weakref.WeakValueDictionary()
 
-    def hooks(self) -> Any:
+    def hooks(self) -> saved_tensors_hooks:
         """Return the context in which autograd asks this object."""
         return saved_tensors_hooks(self.pack, self.unpack)
 
@@ -157,7 +157,7 @@ class Sharding:
 
         What has no graph is not: masks and tables are of all blocks, and would come for each anew.
         """
-        if not tensor.requires_grad or not can_leave(tensor) or tensor.is_conj():
+        if not tensor.requires_grad or not self._packing.can_leave(tensor) or tensor.is_conj():
             return False
         distinct = math.prod(layout_of(tensor).distinct)
         return distinct * tensor.element_size() >= self._min_bytes
