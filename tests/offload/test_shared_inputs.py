@@ -1,6 +1,7 @@
 """checkpoint over a mesh: each process keeps a part of each input, and gradients are the same."""
 
 import gc
+from contextlib import nullcontext
 from functools import partial
 
 import pytest
@@ -11,6 +12,7 @@ from optim_cases import assert_same_bits
 from processes import Case
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from deepspeed_ext import offload
@@ -143,6 +145,26 @@ def lives(row, folder):
     assert saved.stats()["bytes"] == 0
 
 
+def sharded(row, folder):
+    """Weights that fully_shard gathers and lets go of stay its own."""
+    found = []
+    leaf = torch.linspace(-1, 1, ROWS * WIDTH).view(ROWS, WIDTH).requires_grad_()
+    for kind in ("plain", "all leaves", "inputs", "inputs and what is around them"):
+        torch.manual_seed(0)
+        blocks = nn.ModuleList(Block() for _ in range(BLOCKS))
+        for block in blocks:
+            fully_shard(block, mesh=mesh_here())
+        saved = saved_in(row, folder)
+        call = partial(offload.checkpoint, device=saved) if "inputs" in kind else Block.__call__
+        with nullcontext() if kind in ("plain", "inputs") else saved:
+            grads = step(blocks, leaf, call)
+        found.append([grad.to_local() for grad in grads])
+        stats = saved.stats()
+        assert (stats["peak"] > 0) == (kind != "plain") and stats["bytes"] == 0
+    for grads in found[1:]:
+        assert_same_bits(grads, found[0])
+
+
 def refused(row, folder):
     saved, leaf = saved_in(row, folder), torch.ones(3, requires_grad=True)
     for mesh, kind, text in (
@@ -170,6 +192,7 @@ CASES = [
     Case(3, "forms", "cpu"),
     Case(3, "lives", "cpu"),
     Case(3, "lives", "stays"),
+    Case(3, "sharded", "cpu"),
     Case(3, "refused", "cpu"),
 ]
 

@@ -43,5 +43,10 @@ def call_without_memory(function: Any, args: Any, kwargs: Any) -> Any:
     """Call a function on tensors without memory, with gradients, and return what it returns."""
     from deepspeed_ext.torch_internals.fakes import without_memory  # which is slow to import
 
-    with torch.enable_grad(), without_memory(args, kwargs) as (fake_args, fake_kwargs):
-        return function(*fake_args, **fake_kwargs)
+    # Autocast keeps weights that it has cast, and would give those without memory to others.
+    torch.clear_autocast_cache()
+    try:
+        with torch.enable_grad(), without_memory(args, kwargs) as (fake_args, fake_kwargs):
+            return function(*fake_args, **fake_kwargs)
+    finally:
+        torch.clear_autocast_cache()

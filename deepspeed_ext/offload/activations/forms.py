@@ -91,7 +91,7 @@ class Counter:
     """
 
     def __init__(self, tensor: Tensor) -> None:
-        self._shared = tensor.detach()
+        self._shared = (tensor.conj() if tensor.is_conj() else tensor).detach()
         self._shared.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
         self.version = version_of(tensor)
         self._shape = tensor.shape
