@@ -103,10 +103,11 @@ ROOMS = {  # inside of a package, likewise; its __init__ may import all
     ),
     "random_ltd": (("scheduler",), ("layer",), ("convert",)),
     "offload/activations": (
-        ("disk", "forms", "host", "tracing"),
+        ("counting", "disk", "forms", "host", "tracing"),
         ("kept",),
         ("ahead",),
         ("packing",),
+        ("sharding",),
         ("saved_tensors",),
         ("checkpointing",),
     ),

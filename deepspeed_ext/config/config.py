@@ -177,6 +177,12 @@ class Examined:
                 " bf16.bf16_master_weights_and_grads, expected one of them, as gradients are added"
                 " up in bfloat16 then"
             )
+        path = self.found.paths.get("activation_checkpointing.cpu_checkpointing")
+        if config.activation_checkpointing.cpu_checkpointing and config.compile.compiles:
+            self.found.warnings.append(
+                f"config: {path} acts nowhere in what torch.compile compiles, which decides itself"
+                " what it keeps"
+            )
         problems += self._of_random_ltd(config)
         self._warn_of_other_patterns(config)
         zero = config.zero_optimization

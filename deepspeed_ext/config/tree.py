@@ -339,6 +339,39 @@ class DataTypes(Block):
     ] = None
 
 
+class ActivationCheckpointing(Block):
+    """What checkpoints of activations keep, and where."""
+
+    place: ClassVar[str] = "activation_checkpointing."
+
+    cpu_checkpointing: Annotated[
+        bool,
+        FLAG,
+        does(
+            "inputs of checkpoints, torch's and checkpointing.checkpoint's, rest in host memory"
+            " until backward wants them"
+        ),
+    ] = False
+    partition_activations: Annotated[
+        bool,
+        FLAG,
+        does(
+            "the processes of an mpu that checkpointing.configure is given share inputs of its"
+            " checkpoints out; others have inputs of their own"
+        ),
+    ] = False
+    contiguous_memory_optimization: Annotated[
+        bool, FLAG, so_anyway("torch's allocator keeps memory in large pieces")
+    ] = False
+    number_checkpoints: Annotated[
+        int | None, whole(1), nowhere("of contiguous_memory_optimization")
+    ] = None
+    synchronize_checkpoint_boundary: Annotated[
+        bool, FLAG, nowhere("to measure time; use torch.profiler")
+    ] = False
+    profile: Annotated[bool, FLAG, nowhere("to measure time; use torch.profiler")] = False
+
+
 _AVERAGED = (
     "the reduction gives gradient_allreduce_op, whatever is divided before or after the reduction"
 )
@@ -407,6 +440,9 @@ class Root(Block):
     csv_monitor: Annotated[CsvMonitor, does("metrics in files")] = CsvMonitor()
     wandb: Annotated[Wandb, does("metrics in Weights & Biases")] = Wandb()
     data_efficiency: Annotated[DataEfficiency, does("fewer tokens")] = DataEfficiency()
+    activation_checkpointing: Annotated[
+        ActivationCheckpointing, does("what checkpoints keep, and where")
+    ] = ActivationCheckpointing()
     sparse_attention: Annotated[
         SparseAttention | None, does("a pattern, for the model to ask for")
     ] = None
@@ -414,11 +450,6 @@ class Root(Block):
     zero_allow_untested_optimizer: Annotated[bool, FLAG, so_anyway(_ANY_OPTIMIZER)] = False
     zero_force_ds_cpu_optimizer: Annotated[bool, FLAG, so_anyway(_ANY_OPTIMIZER)] = True
 
-    activation_checkpointing: Annotated[
-        Any,
-        ANYTHING,
-        nowhere("read by checkpointing.configure alone; use torch.utils.checkpoint"),
-    ] = None
     aio: Annotated[Any, ANYTHING, so_anyway("the I/O engine finds out what the disk takes")] = None
     nvme_path: Annotated[Any, ANYTHING, nowhere("that of offload_optimizer acts")] = None
     pipeline: Annotated[Any, ANYTHING, nowhere("of pipeline modules, which are not here")] = None

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from deepspeed_ext import zero
+from deepspeed_ext import offload, zero
 from deepspeed_ext.config import BatchSizes, Config
 from deepspeed_ext.engine.checkpoints import Checkpoints
 from deepspeed_ext.engine.compiling import checked_kwargs
@@ -103,6 +103,8 @@ class Engine(Checkpoints):
         self._metrics = Metrics(mesh.size())
         self._reports = reports
         self._accumulation = zero.Accumulation(model)
+        is_saved = config.activation_checkpointing.cpu_checkpointing
+        self._saved = offload.saved_tensors("cpu") if is_saved else None
         self._stepping = None
         if optimizer is not None:
             skips = config.bf16.check_grad_overflow if config.bf16.enabled else None
@@ -182,7 +184,8 @@ class Engine(Checkpoints):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Call the model; with gradients on, a micro-step begins."""
         if not torch.is_grad_enabled() or self._stepping is None:
-            return self.module(*args, **kwargs)
+            with self._saving():
+                return self.module(*args, **kwargs)
         if self._now.has_failed or self._accumulation.is_broken:
             self._drop_step()
         if not self._accumulation.is_open:
@@ -193,10 +196,14 @@ class Engine(Checkpoints):
             if self.random_ltd_scheduler is not None:
                 self.random_ltd_scheduler.update_seq(self.global_steps)
             self._metrics.add_batch(args, kwargs)
-        with self._measured("forward"):
+        with self._measured("forward"), self._saving():
             output = self.module(*args, **kwargs)
         self._accumulation.watch(output)
         return output
+
+    def _saving(self) -> AbstractContextManager[object]:
+        """Return a context in which inputs of checkpoints leave, where the config says so."""
+        return nullcontext() if self._saved is None else self._saved.of_checkpoints()
 
     def backward(
         self, loss: Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True

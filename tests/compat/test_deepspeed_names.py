@@ -163,16 +163,17 @@ def test_the_accelerator_is_torchs():
 def test_activations_are_computed_again():
     checkpointing = deepspeed.checkpointing
     assert not checkpointing.is_configured()
-    for name in ("checkpoint_in_cpu", "synchronize", "profile"):
+    for name in ("synchronize", "profile"):
         with pytest.raises(ValueError, match=f"{name} is True, expected False"):
             checkpointing.configure(None, **{name: True})
-    block = {"cpu_checkpointing": True}
-    with pytest.raises(ValueError, match="checkpoint_in_cpu is True"):
+    block = {"profile": True}
+    with pytest.raises(ValueError, match="profile is True"):
         checkpointing.configure(None, {"train_batch_size": 1, "activation_checkpointing": block})
-    mpu = argparse.Namespace(get_model_parallel_world_size=lambda: 2)
-    with pytest.raises(ValueError, match="mpu_ has 2 model-parallel processes"):
-        checkpointing.configure(mpu)
-    checkpointing.configure(None, partition_activations=True)
+    assert not checkpointing.is_configured()
+    mpu = argparse.Namespace(
+        get_model_parallel_world_size=lambda: 1, get_model_parallel_rank=lambda: 0
+    )
+    checkpointing.configure(mpu, partition_activations=True)
     assert checkpointing.is_configured()
     checkpointing.reset()
     calls = []

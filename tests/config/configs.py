@@ -229,12 +229,23 @@ PLAIN = {
             "activation_checkpointing": {
                 "partition_activations": True,
                 "contiguous_memory_optimization": False,
-                "cpu_checkpointing": False,
+                "cpu_checkpointing": True,
+                "number_checkpoints": 4,
+                "profile": False,
             },
             "fp16": {"enabled": True},
         },
-        {"train_batch_size": 32, "fp16.enabled": True},
-        ("activation_checkpointing",),
+        {
+            "train_batch_size": 32,
+            "fp16.enabled": True,
+            "activation_checkpointing.cpu_checkpointing": True,
+            "activation_checkpointing.partition_activations": True,
+        },
+        (
+            "activation_checkpointing.contiguous_memory_optimization",
+            "activation_checkpointing.number_checkpoints",
+            "activation_checkpointing.profile",
+        ),
     ),
     "the oldest form": Sample(
         {"train_batch_size": 8, "zero_optimization": True, "disable_allgather": True},

@@ -70,7 +70,7 @@ class Mixed(nn.Module):
     def forward(self, x):
         image = x.unsqueeze(1).contiguous(memory_format=torch.channels_last)
         x = functional.relu_(self.conv(image).mean(1) + x)
-        wave = torch.fft.fft(x)
+        wave = torch.fft.fft(x.float())  # autocast leaves this to us, on CUDA
         x = (wave * wave.conj()).real + x[:, :, :1].expand_as(x) * x[:, :1]
         x = self.linear(functional.gelu(self.linear(x)))
         return x * torch.sigmoid(x.flip(-1))

@@ -8,7 +8,7 @@ from torch.nn import Parameter
 
 from deepspeed_ext.torch_internals.tensors import base_of, version_of
 
-_ALIGNMENT = 16  # bytes; that of complex numbers of two doubles
+ALIGNMENT = 16  # bytes; that of complex numbers of two doubles
 
 
 class Form(NamedTuple):
@@ -51,7 +51,7 @@ def span_of(tensor: Tensor) -> tuple[int, int]:
     width = tensor.element_size()
     first = int(tensor.storage_offset())
     last = first + sum((n - 1) * s for n, s in zip(tensor.size(), tensor.stride(), strict=True))
-    return first * width // _ALIGNMENT * _ALIGNMENT, (last + 1) * width
+    return first * width // ALIGNMENT * ALIGNMENT, (last + 1) * width
 
 
 def storage_bytes(tensor: Tensor, begin: int, end: int) -> Tensor:
@@ -68,6 +68,21 @@ def is_kept_by_user(tensor: Tensor) -> bool:
     return isinstance(whole, Parameter) or (whole.is_leaf and whole.requires_grad)
 
 
+def can_leave(tensor: Tensor, kind: type[Tensor] = Tensor) -> bool:
+    """Tell whether a tensor is one of those that leave, whatever its storage has.
+
+    Args:
+        tensor: to look at.
+        kind: of tensors that do.
+    """
+    if type(tensor) is not kind or tensor.layout != torch.strided:
+        return False  # parameters, DTensors, and what has no memory of its own
+    devices = ("cpu", "cuda") if kind is Tensor else ("cpu", "cuda", "meta")
+    if tensor.device.type not in devices or tensor.is_quantized or tensor.is_neg():
+        return False
+    return bool(tensor.numel()) and not is_kept_by_user(tensor)
+
+
 class Counter:
     """How often a tensor was written, also when that is gone.
 
@@ -76,7 +91,7 @@ class Counter:
     """
 
     def __init__(self, tensor: Tensor) -> None:
-        self._shared = tensor.detach()
+        self._shared = (tensor.conj() if tensor.is_conj() else tensor).detach()
         self._shared.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
         self.version = version_of(tensor)
         self._shape = tensor.shape

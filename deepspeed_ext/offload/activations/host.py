@@ -67,7 +67,9 @@ class CopyLane:
             self._stream.synchronize()
 
     def __del__(self) -> None:
-        if "_most_in_use" in self.__dict__ and not sys.is_finalizing():
+        if sys is None or sys.is_finalizing():  # a module that is gone is None
+            return
+        if "_most_in_use" in self.__dict__:
             self.finish()  # before the pool lets go of what they read and write
 
 

@@ -5,6 +5,7 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -13,8 +14,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from deepspeed_ext.offload.activations.ahead import Order
 from deepspeed_ext.offload.activations.forms import (
     Counter,
+    can_leave,
     form_of,
-    is_kept_by_user,
     span_of,
     storage_bytes,
 )
@@ -40,10 +41,15 @@ class Packing:
         place: where bytes rest.
         budget: most bytes there; None: any.
         min_bytes: storages of fewer bytes stay.
+        kind: of tensors that leave.
     """
 
-    def __init__(self, place: Place, budget: int | None, min_bytes: int) -> None:
+    def __init__(
+        self, place: Place, budget: int | None, min_bytes: int, kind: type[Tensor] = Tensor
+    ) -> None:
         self._place = place
+        self._kind = kind
+        self._instead: Packing | None = None
         self._budget = budget
         self._min_bytes = max(min_bytes, 1)
         self._lock = threading.RLock()  # garbage that is collected meanwhile may have hooks, too
@@ -64,12 +70,33 @@ class Packing:
                 "peak": self._peak,
                 "bytes_out": self._bytes_out,
                 "stayed": self._stayed,
+                "largest": self._largest,
                 **self._order.counts,
             }
+
+    @contextmanager
+    def replaced(self, place: Place, kind: type[Tensor]) -> Iterator["Packing"]:
+        """Let another one pack meanwhile, with the same budget.
+
+        Args:
+            place: of its bytes.
+            kind: of tensors that leave.
+        """
+        self._instead = Packing(place, self._budget, self._min_bytes, kind)
+        try:
+            yield self._instead
+        finally:
+            self._instead = None
+
+    def can_leave(self, tensor: Tensor) -> bool:
+        """Tell whether a tensor is one of those that leave, whatever its storage has."""
+        return can_leave(tensor, (self._instead or self)._kind)
 
     @untraced_where_compiled
     def pack(self, tensor: Tensor) -> Packed | Staying:
         """Return what autograd is to hold in place of a tensor that it saves."""
+        if self._instead is not None:
+            return self._instead.pack(tensor)
         if not self._may_leave(tensor):
             return staying(tensor)
         begin, end = span_of(tensor)
@@ -101,11 +128,7 @@ class Packing:
             return packed.form.of(back.memory)
 
     def _may_leave(self, tensor: Tensor) -> bool:
-        if type(tensor) is not Tensor or tensor.layout != torch.strided:
-            return False  # parameters, DTensors, and what has no memory of its own
-        if tensor.device.type not in ("cpu", "cuda") or tensor.is_quantized or tensor.is_neg():
-            return False
-        if not tensor.numel() or is_kept_by_user(tensor):
+        if not can_leave(tensor, self._kind):
             return False
         return tensor.untyped_storage().nbytes() >= self._min_bytes
 

@@ -1,15 +1,21 @@
 """saved_tensors: what autograd saves is kept in host memory or on disk until backward wants it."""
 
 import os
+from collections.abc import Callable
 from typing import Any
 
+from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
+from torch.distributed.device_mesh import DeviceMesh
 
+from deepspeed_ext.offload.activations.counting import NoPlace, call_without_memory
 from deepspeed_ext.offload.activations.disk import DiskPlace
 from deepspeed_ext.offload.activations.host import HostPlace
-from deepspeed_ext.offload.activations.kept import Place
+from deepspeed_ext.offload.activations.kept import Packed, Place, Staying, staying
 from deepspeed_ext.offload.activations.packing import Packing
+from deepspeed_ext.offload.activations.sharding import Sharding
 from deepspeed_ext.offload.tiers.room import bytes_in
+from deepspeed_ext.torch_internals.checkpoints import is_input_of_checkpoint
 
 _DEVICES = ("cpu", "nvme")
 
@@ -43,6 +49,8 @@ class SavedTensors:
         place: Place = HostPlace() if nvme_path is None else DiskPlace(nvme_path, most)
         self._packing = Packing(place, most, least)
         self._hooks = saved_tensors_hooks(self._packing.pack, self._packing.unpack)
+        self._least = least
+        self._shardings: dict[DeviceMesh, Sharding] = {}
 
     def __enter__(self) -> "SavedTensors":
         self._hooks.__enter__()
@@ -51,15 +59,65 @@ class SavedTensors:
     def __exit__(self, *_: object) -> None:
         self._hooks.__exit__()
 
+    def of_checkpoints(self) -> saved_tensors_hooks:
+        """Return a context in which inputs of torch's checkpoints leave, and nothing else.
+
+        It is for models that call torch.utils.checkpoint themselves, of both kinds. What torch
+        compiles is left as it is.
+        """
+        return saved_tensors_hooks(self._pack_input, self._packing.unpack)
+
+    def shared_over(self, mesh: DeviceMesh) -> saved_tensors_hooks:
+        """Return the context in which what has a graph is shared out; see `checkpoint`."""
+        sharding = self._shardings.get(mesh)
+        if sharding is None:
+            sharding = self._shardings[mesh] = Sharding(self._packing, mesh, self._least)
+        return sharding.hooks()
+
     def stats(self) -> dict[str, int]:
         """Return what was done so far.
 
         Returns:
             `bytes` that are kept away now, and the `peak` of that; `bytes_out` that have left in
-            all; `stayed` bytes for which the budget had no room; how many storages came back
-            `ahead` of backward, and how many `on_demand`.
+            all; `stayed` bytes for which the budget had no room; bytes of the `largest` storage
+            that has left; how many storages came back `ahead` of backward, and how many
+            `on_demand`.
         """
         return self._packing.stats()
+
+    def estimate(
+        self, function: Callable[..., object], *args: Any, **kwargs: Any
+    ) -> dict[str, int]:
+        """Return what would leave if a function were called in this context, and take no memory.
+
+        The function is called, on tensors without memory: so it must not look at values, and must
+        not call backward. Checkpoints in it count what they keep here. No other thread may use
+        this context meanwhile.
+
+        Args:
+            function: forward, such as a model with its loss.
+            args: of it, on the device where it is to run.
+            kwargs: likewise.
+
+        Returns:
+            `peak`, `stayed` and `largest`, as `stats` will have them after one such forward.
+            Host memory, or the file, has `peak` bytes; the device has what stayed, and about four
+            times `largest` for what is on its way.
+
+        Raises:
+            RuntimeError: the function calls backward.
+        """
+        from deepspeed_ext.torch_internals.fakes import FakeTensor  # it is slow to import
+
+        with self._packing.replaced(NoPlace(), FakeTensor) as packing:
+            with self:
+                made = call_without_memory(function, args, kwargs)
+            stats = packing.stats()
+            del made  # whose graph had all that
+        return {name: stats[name] for name in ("peak", "stayed", "largest")}
+
+    def _pack_input(self, tensor: Tensor) -> Packed | Staying:
+        return self._packing.pack(tensor) if is_input_of_checkpoint() else staying(tensor)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _made_anew, (self.device, self._settings)
