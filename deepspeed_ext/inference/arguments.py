@@ -57,6 +57,8 @@ class Settings:
     tokenizer: Any = None
     device: torch.device | None = None
     progress: bool = False
+    offload: str | None = None
+    nvme_path: str | os.PathLike[str] | None = None
 
     def __post_init__(self) -> None:
         for name in ("max_batch", "max_tokens"):
@@ -80,6 +82,18 @@ class Settings:
             value = getattr(self, name)
             if type(value) is not bool:
                 raise TypeError(f"{_OP}: {name} is {value!r}, expected True or False")
+        self._check_offload()
+
+    def _check_offload(self) -> None:
+        path = self.nvme_path
+        if self.offload not in (None, "cpu", "nvme"):
+            raise ValueError(f"{_OP}: offload is {self.offload!r}, expected None, cpu or nvme")
+        if path is not None and not isinstance(path, str | os.PathLike):
+            raise TypeError(f"{_OP}: nvme_path is {type(path).__name__}, expected a folder's path")
+        if self.offload == "nvme" and not path:
+            raise ValueError(f"{_OP}: nvme_path is {path!r}, expected a folder with offload='nvme'")
+        if self.offload != "nvme" and path is not None:
+            raise ValueError(f"{_OP}: nvme_path is given, expected offload='nvme' with it")
 
 
 class Only(NamedTuple):

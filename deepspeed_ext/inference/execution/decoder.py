@@ -1,5 +1,6 @@
 """A decoder: from tokens that a cache has reserved to the logits of the next ones."""
 
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -9,6 +10,7 @@ from torch.nn import functional as F
 
 from deepspeed_ext.inference.execution.experts import expert_sums
 from deepspeed_ext.inference.execution.kv_cache import KVCache
+from deepspeed_ext.inference.execution.layer_stream import LayerStream
 from deepspeed_ext.inference.model.architecture import Architecture
 from deepspeed_ext.inference.model.positions import alibi_slopes
 from deepspeed_ext.inference.weights.experts import ExpertWeights
@@ -95,10 +97,15 @@ class Decoder:
     Args:
         architecture: of the model.
         weights: of the model.
+        stream: brings the layers, which rest elsewhere; None: they are on the device.
     """
 
-    def __init__(self, architecture: Architecture, weights: Weights) -> None:
-        self.of, self.weights = architecture, weights
+    def __init__(
+        self, architecture: Architecture, weights: Weights, stream: LayerStream | None = None
+    ) -> None:
+        if stream is not None:
+            weights = replace(weights, layers=stream.layers)
+        self.of, self.weights, self.stream = architecture, weights, stream
         of, device, dtype = architecture, weights.embedding.device, weights.embedding.dtype
         frequencies: dict[bytes, Tensor] = {}  # on the device, once each
         self._rotations: list[tuple[Tensor | None, float]] = []
@@ -203,7 +210,7 @@ class Decoder:
         if self.of.norm_place == "after":
             block = self._block_with_norms_after
         state, has_few_rows, layers = _HiddenState(x), are_few(x), self.weights.layers
-        for i, layer in enumerate(layers):
+        for i, layer in enumerate(layers if self.stream is None else self.stream.turns()):
             next_norm = layers[i + 1].attention_norm if i + 1 < len(layers) else last_norm
             context = _LayerContext(i, cache.layer(i), slots, counts, pack, has_few_rows, next_norm)
             state = block(layer, state, context)

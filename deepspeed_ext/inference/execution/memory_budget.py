@@ -27,12 +27,14 @@ class MemoryBudget:
         cache: of keys and values.
         reading: of what lies about while weights are made; the cache comes after that.
         working: of what a step makes and lets go.
+        host: of layers that rest in host memory; all others are of the device.
     """
 
     weights: int
     cache: int
     reading: int = 0
     working: int = 0
+    host: int = 0
 
     @property
     def peak(self) -> int:
@@ -131,6 +133,7 @@ def check_capacity(
     """
     budget, free = budget_of(quantize), free_bytes(device)
     if budget.peak <= free:
+        _check_host(budget, device)
         return
     whole, part = [], []
     between = " with " if kinds else ""
@@ -157,6 +160,18 @@ def check_capacity(
             else "nothing fits" + (f", not even {told}" if kinds else "")
         )
     )
+
+
+def _check_host(budget: MemoryBudget, device: torch.device) -> None:
+    """Refuse layers that host memory has no room for."""
+    needed, free = budget.host, free_memory()
+    if device.type == "cpu":  # all is in the same memory
+        needed += budget.peak if needed else 0
+    if needed > free:
+        raise MemoryError(
+            f"init_inference: host memory has {_shown(free)} free, expected {_shown(needed)}:"
+            f" {_shown(budget.host)} of layers that rest there; what fits may be offload='nvme'"
+        )
 
 
 def _shown(count: int) -> str:

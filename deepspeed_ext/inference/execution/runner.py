@@ -100,8 +100,10 @@ class ModelRunner:
         self._inputs: dict[int, Inputs] = {}
         self._now: dict[int, list[int]] = {}  # the slots that inputs have
         self.pads = device.type == "cuda"  # as a graph is for one number of rows
-        self._graphs = Graphs(device) if self.pads and cuda_graphs else None
-        self._recordings = Recordings() if device.type == "cpu" else None
+        # Layers that are brought are waited for by the host, or by streams: one by one.
+        is_still = decoder.stream is None
+        self._graphs = Graphs(device) if self.pads and cuda_graphs and is_still else None
+        self._recordings = Recordings() if device.type == "cpu" and is_still else None
 
     def start(self, slot: int, prompt: list[int], options: SamplingOptions) -> None:
         """Let a slot be for another request."""

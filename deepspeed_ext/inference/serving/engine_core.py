@@ -219,6 +219,9 @@ class EngineCore:
     def _give_back(self) -> None:
         self._scheduler.close()
         self._steps.ring()
+        decoder = getattr(self, "decoder", None)
+        if decoder is not None and decoder.stream is not None:
+            decoder.stream.close()
         for name in ("decoder", "cache"):
             vars(self).pop(name, None)  # an interruption may have come in between once before
         self._has_given_back = True
