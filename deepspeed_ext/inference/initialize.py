@@ -238,9 +238,11 @@ class _Loading:
         """
         settings, source = self._settings, self._source
         kinds = () if source.packed is not None else ("int8", "int4")
+        is_on_device = self._device.type == "cuda" and settings.offload is None
         check_capacity(
             *(self._device, settings.quantize, settings.max_batch, self.max_tokens),
-            *(self._budget, kinds),
+            *(partial(self._budget, settings.offload), kinds),
+            partial(self._budget, "cpu") if is_on_device and self.of.causal else None,
         )
         rest = self._rest()
         try:
@@ -291,7 +293,7 @@ class _Loading:
     def _merged(self, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         return tensors if self._adapter is None else self._adapter.merged(tensors, self._dtype)
 
-    def _budget(self, quantize: str | None) -> MemoryBudget:
+    def _budget(self, offload: str | None, quantize: str | None) -> MemoryBudget:
         """Go through all of it without values, and return the bytes that it comes to."""
         settings, source = self._settings, self._source
         described = Described(source.tensors, source.packed.parts if source.packed else ())
@@ -302,11 +304,11 @@ class _Loading:
         if source.folder is not None:
             reading = reading_bytes(source.folder.shards, self._asked)
         reading += max((q.largest_floats for q in quantizers if q is not None), default=0)
-        if settings.offload is not None:
+        if offload is not None:
             self._sizes = [flat_bytes(layer) for layer in weights.layers]
             rest, slots = sum(self._sizes), sum(slot_sizes(self._sizes))
             nbytes += slots - sum(bytes_of(travelling(layer)) for layer in weights.layers)
-            copies = 1 if settings.offload == "cpu" else 2  # of the layer that was read last
+            copies = 1 if offload == "cpu" else 2  # of the layer that was read last
             reading = max(0, reading + copies * max(self._sizes, default=0) - slots)
         if not self.of.causal:  # what it works with depends on its calls
             return MemoryBudget(nbytes, 0, reading)
@@ -324,7 +326,7 @@ class _Loading:
                 quantize is not None or source.packed is not None,
                 PACKED if settings.pack_prefill else 0,
             ),
-            rest if settings.offload == "cpu" else 0,
+            rest if offload == "cpu" else 0,
         )
 
     def _quantizers(

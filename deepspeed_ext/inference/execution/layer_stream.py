@@ -23,7 +23,7 @@ class LayerStream:
     Layer i is always in slot i % 2, at the same addresses. When it has been computed with, the next
     layer of that slot is brought, which after the last ones is one of the first again: so it is on
     its way while the head and the host do their part. A slot is overwritten only after what the
-    current stream did with it. No more than two layers are computed without copies.
+    current stream did with it. One that has its slot for itself stays there.
 
     One thread at a time may take turns, on one stream.
 
@@ -31,6 +31,9 @@ class LayerStream:
         layers: as of `without_memory`.
         rest: has them.
         device: where they are computed with.
+
+    Raises:
+        OSError: layers could not be written, or read.
 
     Attributes:
         layers: as they are when their turn has come.
@@ -44,11 +47,14 @@ class LayerStream:
         ]
         self._flats = [self._slots[i % _SLOTS][:nbytes] for i, nbytes in enumerate(sizes)]
         self.layers = [view_of(*each) for each in zip(layers, self._flats, strict=True)]
-        self.nbytes = sum(sizes) if len(sizes) > _SLOTS else 0
+        in_slot = [sizes[slot::_SLOTS] for slot in range(_SLOTS)]
+        self.nbytes = sum(sum(some) for some in in_slot if len(some) > 1)
         self._rest = rest
         self._coming: list[tuple[int, Callable[[], object]] | None] = [None] * len(self._slots)
         # Slots may not be freed, and used for something else, before copies to them are over.
         weakref.finalize(self, rest.settle).atexit = False
+        for i in range(len(self._slots)):
+            self._bring(i)
 
     def turns(self) -> Iterator[Layer]:
         """Go through all layers; what is queued in a turn may read its layer.
@@ -71,7 +77,7 @@ class LayerStream:
     def _wait_for(self, i: int) -> None:
         """Have the current stream wait for a layer, which is mostly on its way."""
         coming = self._coming[i % _SLOTS]
-        if coming is None or coming[0] != i:  # the first pass, or the one before did not end
+        if coming is None or coming[0] != i:  # the pass before did not come to its end
             coming = self._bring(i)
         try:
             coming[1]()

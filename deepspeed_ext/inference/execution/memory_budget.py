@@ -119,6 +119,7 @@ def check_capacity(
     max_tokens: int,
     budget_of: Callable[[str | None], MemoryBudget],
     kinds: Sequence[str] = ("int8", "int4"),
+    offloaded: Callable[[str | None], MemoryBudget] | None = None,
 ) -> None:
     """Refuse a model whose memory budget the device has not.
 
@@ -127,9 +128,11 @@ def check_capacity(
         quantize: as of ``init_inference``, as are max_batch and max_tokens.
         budget_of: returns the memory budget with a value of quantize.
         kinds: what else quantize may be.
+        offloaded: as budget_of, of layers that rest in host memory; None: that is of no use.
 
     Raises:
-        MemoryError: the device has fewer bytes free than the engine takes; says what would fit.
+        MemoryError: the device, or the host, has fewer bytes free than the engine takes; says what
+            would fit.
     """
     budget, free = budget_of(quantize), free_bytes(device)
     if budget.peak <= free:
@@ -148,7 +151,12 @@ def check_capacity(
             batch = min(max_batch, pages)
             tokens = pages // batch * PAGE
             part.append(f"{told}{between}max_batch={batch} and max_tokens={tokens}")
-    fits = " or ".join(part[:1] + whole[:1])
+    options = part[:1] + whole[:1]
+    if offloaded is not None:
+        other = offloaded(quantize)
+        if other.peak <= free and other.host <= free_memory():
+            options.append("offload='cpu'")
+    fits = " or ".join(options)
     raise MemoryError(
         f"init_inference: {device} has {_shown(free)} free, expected {_shown(budget.peak)}:"
         f" {_shown(budget.weights)} of weights, {_shown(budget.cache)} of keys and values for"

@@ -73,7 +73,9 @@ class EngineCore:
             self.cache,
             max_batch,
             self.cache.free_pages,
-            ahead=is_cuda,
+            # Of layers that are brought, the first ones come while the host reads a step; and one
+            # that is computed in vain takes as long as any.
+            ahead=is_cuda and decoder.stream is None,
             packs=pack_prefill,
         )
         self._lock = FairLock()

@@ -156,7 +156,8 @@ class StoredLayers:
 
     def settle(self) -> None:
         if self._process == os.getpid():
-            with contextlib.suppress(OSError):  # of a read that nobody waits for
+            # Of a read that nobody waits for, or that Ctrl-C has given up; all are over then.
+            with contextlib.suppress(OSError, RuntimeError):
                 self._store.wait()
 
     def close(self) -> None:
