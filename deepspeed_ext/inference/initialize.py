@@ -325,6 +325,7 @@ class _Loading:
                 self._dtype,
                 quantize is not None or source.packed is not None,
                 PACKED if settings.pack_prefill else 0,
+                0 if offload is None else min(batch * tokens, PACKED),
             ),
             rest if offload == "cpu" else 0,
         )

@@ -66,6 +66,7 @@ def working_bytes(
     dtype: torch.dtype,
     is_quantized: bool,
     packed: int,
+    beside: int = 0,
 ) -> int:
     """Return about how many bytes a step makes and lets go, with what penalties and biases take.
 
@@ -76,6 +77,7 @@ def working_bytes(
         dtype: of hidden states.
         is_quantized: whether weights are made floats, one at a time, for many tokens.
         packed: tokens, with padding, that attention has copies of.
+        beside: tokens that go through the layers side by side.
     """
     parts = 2 if of.gated else 1
     wide, copies, largest = of.intermediate * parts, 0, of.intermediate * parts
@@ -85,6 +87,7 @@ def working_bytes(
         largest = max(wide, of.experts.count * inner)
     states = tokens * (max(wide, copies) + 6 * of.hidden) * dtype.itemsize
     states += packed * 2 * (of.heads + of.kv_heads) * of.head_dim * dtype.itemsize
+    states += beside * 3 * of.hidden * dtype.itemsize
     floats = largest * of.hidden * dtype.itemsize if is_quantized and tokens > ROWS else 0
     choice = min(max_batch, ROWS) * of.vocabulary * _BYTES_OF_LOGIT
     scored = (min(tokens, SCORED) * dtype.itemsize + ORDERED * _BYTES_OF_LOGIT) * of.vocabulary

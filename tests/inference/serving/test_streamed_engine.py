@@ -9,6 +9,7 @@ import signal
 import threading
 import weakref
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from torch import Tensor
 from deepspeed_ext.inference.execution import memory_budget
 from deepspeed_ext.inference.execution.runner import ModelRunner
 from deepspeed_ext.inference.initialize import init_inference
+from deepspeed_ext.inference.serving import step_plan
 from deepspeed_ext.inference.serving.engine import InferenceEngine
 from deepspeed_ext.inference.weights import resting_layers
 from deepspeed_ext.inference.weights.flat_layer import travelling
@@ -95,9 +97,12 @@ def test_the_bits_are_those_of_layers_on_the_device(
             assert engine.report == other.report
 
 
-def test_passes_and_what_comes_for_them(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("packs", [False, True])
+def test_passes_and_what_comes_for_them(
+    packs: bool, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Each token is a pass, and each layer comes once for it; nothing is computed in vain."""
-    with made(folder, "cpu", pack_prefill=True) as engine:
+    with made(folder, "cpu", pack_prefill=packs) as engine:
         assert engine.decoder.stream is not None
         brought: list[int] = []
         real = HostLayers.bring
@@ -109,6 +114,36 @@ def test_passes_and_what_comes_for_them(folder: Path, monkeypatch: pytest.Monkey
         monkeypatch.setattr(HostLayers, "bring", noted)
         engine.generate([[1], [2], [3]], max_new_tokens=6)
         assert sum(brought) == 6 * engine.decoder.stream.nbytes and len(brought) == 6 * 5
+
+
+def test_prompts_and_running_requests_side_by_side(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They share passes, and have the bits that they have alone, parts of prompts included."""
+    monkeypatch.setattr(step_plan, "CHUNK", 32)
+    monkeypatch.setattr(step_plan, "PACKED", 80)
+    prompts = [[i + 1] * n for i, n in enumerate((100, 3, 70, 64, 33, 1))]
+    options = SAMPLED | dict(prompt_logprobs=1)
+    with made(folder, None) as engine:
+        want = [engine.generate([prompt], **options)[0] for prompt in prompts]
+    with made(folder, "cpu") as engine:
+        first = engine.generate(prompts[:1], **options, stream=True)
+        pieces = [next(first) for _ in range(3)]
+        found = engine.generate(prompts[1:], **options)
+        pieces += list(first)
+        assert [replace(one, prompt=0) for one in found] == want[1:]
+        assert first.completions() == want[:1]
+        assert [token for piece in pieces for token in piece.tokens] == want[0].tokens
+        tiny.check_all_is_free(engine)
+
+
+def test_more_running_requests_than_rows_of_a_step(folder: Path) -> None:
+    """Two batches of one size in one pass do not share what they read."""
+    prompts = [[1 + i % 90, i // 90 + 1] for i in range(128)]
+    options: dict[str, Any] = dict(max_batch=128, max_tokens=64)
+    with made(folder, None, **options) as one, made(folder, "cpu", **options) as two:
+        want = one.generate(prompts, **SAMPLED)
+        assert two.generate(prompts, **SAMPLED) == want
 
 
 def _delayed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -192,6 +227,7 @@ def test_interruptions_at_any_moment(kind: str, folder: Path) -> None:
     """Signals, as Ctrl-C sends them, wherever the program is; then all is as before."""
     want, hits = expected_of(folder, "cpu")[0], 0
     with made(folder, kind) as engine:
+        gc.collect()  # of loops and streams that are over: not within what is interrupted
         before = signal.signal(signal.SIGALRM, signal.default_int_handler)
         try:
             for i in range(30):
