@@ -202,10 +202,11 @@ ROOMS = {  # inside of a package, likewise; its __init__ may import all
         ("linear_taker",),
         ("expert_taker",),
         ("loader",),
-        ("quantize_on_load",),
+        ("flat_layer", "quantize_on_load"),
+        ("resting_layers",),
     ),
     "inference/execution": (
-        ("graphs", "page_table", "sampling", "to_device", "varlen_batch"),
+        ("graphs", "layer_stream", "page_table", "sampling", "to_device", "varlen_batch"),
         ("encoder", "experts", "kv_cache", "scoring"),
         ("decoder",),
         ("runner",),

@@ -33,6 +33,8 @@ _LOADING = (  # those of init_inference
     ("dtype", str, "DTYPE", "bfloat16, float16 or float32; default: that of the folder"),
     ("device", str, "DEVICE", "default: cuda if there is one, else cpu"),
     ("max-tokens", int, "N", "of prompt and text together; default: the model's, 4096 at most"),
+    ("offload", str, "PLACE", "where layers rest that the device has no room for: cpu or nvme"),
+    ("nvme-path", str, "FOLDER", "with nvme, on the disk to use"),
 )
 
 
@@ -206,6 +208,9 @@ def _shown(piece: Piece, is_text: bool) -> str:
 
 def _share(engine: InferenceEngine, length: float, seconds: float) -> str:
     """Say how near a token was to the time that reading takes."""
+    stream = engine.decoder.stream
+    if stream is not None:
+        return f": {stream.nbytes / 1e9:.3g} GB come to the device for each"
     bandwidth = memory_bandwidth(engine.device)
     if bandwidth is None:
         return ""

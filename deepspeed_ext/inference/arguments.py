@@ -57,6 +57,8 @@ class Settings:
     tokenizer: Any = None
     device: torch.device | None = None
     progress: bool = False
+    offload: str | None = None
+    nvme_path: str | os.PathLike[str] | None = None
 
     def __post_init__(self) -> None:
         for name in ("max_batch", "max_tokens"):
@@ -80,6 +82,18 @@ class Settings:
             value = getattr(self, name)
             if type(value) is not bool:
                 raise TypeError(f"{_OP}: {name} is {value!r}, expected True or False")
+        self._check_offload()
+
+    def _check_offload(self) -> None:
+        path = self.nvme_path
+        if self.offload not in (None, "cpu", "nvme"):
+            raise ValueError(f"{_OP}: offload is {self.offload!r}, expected None, cpu or nvme")
+        if path is not None and not isinstance(path, str | os.PathLike):
+            raise TypeError(f"{_OP}: nvme_path is {type(path).__name__}, expected a folder's path")
+        if self.offload == "nvme" and not path:
+            raise ValueError(f"{_OP}: nvme_path is {path!r}, expected a folder with offload='nvme'")
+        if self.offload != "nvme" and path is not None:
+            raise ValueError(f"{_OP}: nvme_path is given, expected offload='nvme' with it")
 
 
 class Only(NamedTuple):
@@ -178,6 +192,30 @@ def _quant(name: str, value: Any) -> Mapping[str, Any]:
     return found if bits["activation"] is None else found | {"input_format": "int8"}
 
 
+def _zero(name: str, value: Any) -> Mapping[str, Any]:
+    """Return what ZeRO's settings mean on one device: where the weights of layers rest."""
+    parts = {} if value is None else dict(_object(name, value))
+    rest = parts.pop("offload_param", None)
+    for _ in _translated(parts, {"stage": Only((0, 1, 2, 3), _ONE)}, f"{name}."):
+        pass
+    at = f"{name}.offload_param"
+    told = {} if rest is None else dict(_object(at, rest))
+    device, path = told.pop("device", "none"), told.pop("nvme_path", None)
+    rules = {
+        "pin_memory": Only(_anything, ""),
+        "buffer_count": Only((5,), _SLOTS),
+        "buffer_size": Only((100_000_000, 1e8), _SLOTS),
+        "max_in_cpu": Only((1_000_000_000, 1e9), "all layers rest in one place"),
+    }
+    for _ in _translated(told, rules, f"{at}."):
+        pass
+    if device not in ("none", "cpu", "nvme"):
+        raise ValueError(f"{_OP}: {at}.device is {device!r}, expected none, cpu or nvme")
+    if device == "none":
+        return {}
+    return {"offload": device} | ({"nvme_path": path} if device == "nvme" else {})
+
+
 def _group(**rules: Only) -> As:
     """Return the rule of an object of values that have rules; or of True and False."""
 
@@ -193,6 +231,7 @@ def _group(**rules: Only) -> As:
 _ONE = "a model is on one device; models that need several are not supported"
 _EXPERTS = "the model's config says which layers have experts, and how many"
 _TABLE = "give a table as policy; see deepspeed_ext.inference.model.policies"
+_SLOTS = "layers pass through two slots of their size"
 _FOLDER = "give the folder with config.json and safetensors as model"
 _TRITON = "there are no Triton kernels; those that are there are always used"
 _anything = (True, False)
@@ -231,6 +270,8 @@ OTHERS: Mapping[str, Rule] = {  # of transformers' from_pretrained, and of vLLM
     "gpu_memory_utilization": Instead("max_batch and max_tokens, whose cache is all that is taken"),
     "kv_cache_dtype": Instead("kv_dtype"),
     "enable_lora": Instead("adapter, the folder of one"),
+    "offload_folder": Instead("nvme_path, with offload='nvme'"),
+    "cpu_offload_gb": Instead("offload='cpu'"),
 }
 DEEPSPEED: Mapping[str, Rule] = {
     **dict.fromkeys(("replace_with_kernel_inject", "kernel_inject"), _always),
@@ -254,7 +295,7 @@ DEEPSPEED: Mapping[str, Rule] = {
     "checkpoint_config": Only((None, {}), _FOLDER),
     "set_empty_params": Only((False,), _FOLDER),
     "save_mp_checkpoint_path": Only((None,), "see deepspeed_ext.quantization.save_quantized"),
-    "zero": Only(({}, None), "weights are on the device; deepspeed_ext.zero is for training"),
+    "zero": As(_zero),
     **dict.fromkeys(
         ("triangular_masking", "tm"), Only((True,), "the family of a model says what a token sees")
     ),

@@ -2,7 +2,7 @@
 
 import logging
 import os
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import fields
 from functools import partial
 from pathlib import Path
@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from deepspeed_ext.inference.arguments import Settings, settings_of, usual
 from deepspeed_ext.inference.execution.decoder import Decoder
 from deepspeed_ext.inference.execution.encoder import Encoder
+from deepspeed_ext.inference.execution.layer_stream import LayerStream, slot_sizes
 from deepspeed_ext.inference.execution.memory_budget import (
     MemoryBudget,
     cache_bytes,
@@ -37,8 +38,9 @@ from deepspeed_ext.inference.serving.encoder_engine import EncoderEngine
 from deepspeed_ext.inference.serving.engine import InferenceEngine
 from deepspeed_ext.inference.serving.step_plan import CHUNK, PACKED
 from deepspeed_ext.inference.weights.adapter import Adapter
+from deepspeed_ext.inference.weights.flat_layer import flat_bytes, travelling
 from deepspeed_ext.inference.weights.host_memory import WeightMemory
-from deepspeed_ext.inference.weights.loader import Taker, Weights
+from deepspeed_ext.inference.weights.loader import Layer, Taker, Weights
 from deepspeed_ext.inference.weights.packed_layers import (
     check_asked,
 )
@@ -48,6 +50,7 @@ from deepspeed_ext.inference.weights.quantize_on_load import (
     report_of,
     with_input_format,
 )
+from deepspeed_ext.inference.weights.resting_layers import HostLayers, RestingLayers, StoredLayers
 from deepspeed_ext.quantization.report import Report
 
 _OP = "init_inference"
@@ -73,6 +76,8 @@ def init_inference(
     tokenizer: Any = usual(None),
     device: torch.device | str | int | None = usual(None),
     progress: bool = usual(False),
+    offload: str | None = usual(None),
+    nvme_path: str | os.PathLike[str] | None = usual(None),
     **deepspeed: Any,
 ) -> InferenceEngine | EncoderEngine:
     """Return an engine with a model's weights in the form that our kernels read.
@@ -128,6 +133,11 @@ def init_inference(
         tokenizer: has encode(text) and decode(ids); None: that of the folder, if there is one.
         device: where to; None: that of the module; for a folder cuda if there is one, else cpu.
         progress: whether a bar is drawn on stderr while files are read, if that is a terminal.
+        offload: where the linear layers of blocks rest when they are not computed with: None: on
+            the device; "cpu": in host memory; "nvme": on a disk. Each block comes by for each
+            step, while the one before is computed with: that is for models that the device has no
+            room for. Steps are not recorded then.
+        nvme_path: with offload="nvme", a folder on the disk to use; nothing is to be seen there.
         deepspeed: arguments of DeepSpeed's function: each does something, or is refused with what
             to use instead.
 
@@ -136,7 +146,7 @@ def init_inference(
         ValueError: an argument breaks a rule above; the model has no family that is known, or
             tensors that do not fit it; a file is not what it should be.
         OSError: a file is missing or cannot be read.
-        MemoryError: the device has too little memory free; says what would fit.
+        MemoryError: the device, or the host, has too little memory free; says what would fit.
         BuildError: a native library of the device could not be built or loaded.
     """
     given = {name: value for name, value in locals().items() if name in _NAMES}
@@ -147,12 +157,12 @@ def init_inference(
     text_tokens = tokenizer_of(source.folder, settings.tokenizer)
     loading = _Loading(source, settings, policy)
     with torch.inference_mode(False), torch.no_grad():
-        weights, report = loading.run()
+        weights, report, stream = loading.run()
         if not loading.of.causal:
             encoder = Encoder(loading.of, weights)
             return EncoderEngine(encoder, tokenizer=text_tokens, report=report)
         return InferenceEngine(
-            Decoder(loading.of, weights),
+            Decoder(loading.of, weights, stream),
             max_batch=settings.max_batch,
             max_tokens=loading.max_tokens,
             kv_quantized=settings.kv_dtype,
@@ -191,6 +201,7 @@ class _Loading:
         for name, what in (
             ("kv_dtype", "keeps no keys and values"),
             ("quantize_head", "has no head"),
+            ("offload", "is small"),
         ):
             value = getattr(settings, name)
             if not self.of.causal and value is not None:
@@ -202,6 +213,7 @@ class _Loading:
         asked = settings.quantize, settings.quantize_head, settings.input_format
         check_asked(source.packed, *asked)
         self._asked: list[str] = []
+        self._sizes: list[int] = []  # of layers that rest elsewhere
         context = self.of.context or _USUAL_TOKENS
         self.max_tokens = settings.max_tokens or min(context, _USUAL_TOKENS)
         self._say_if_beyond()
@@ -219,52 +231,92 @@ class _Loading:
                 most,
             )
 
-    def run(self) -> tuple[Weights, Report | None]:
-        """Return the weights, and what quantizing has done to them.
+    def run(self) -> tuple[Weights, Report | None, LayerStream | None]:
+        """Return the weights, what quantizing has done to them, and what brings their layers.
 
         Raises:
             As init_inference.
         """
         settings, source = self._settings, self._source
         kinds = () if source.packed is not None else ("int8", "int4")
+        is_on_device = self._device.type == "cuda" and settings.offload is None
         check_capacity(
             *(self._device, settings.quantize, settings.max_batch, self.max_tokens),
-            *(self._budget, kinds),
+            *(partial(self._budget, settings.offload), kinds),
+            partial(self._budget, "cpu") if is_on_device and self.of.causal else None,
         )
-        memory = WeightMemory() if self._device.type == "cpu" else None
+        rest = self._rest()
+        try:
+            weights, report = self._taken(rest)
+            stream = None if rest is None else LayerStream(weights.layers, rest, self._device)
+        except BaseException:
+            if rest is not None:
+                rest.close()
+            raise
+        return weights, report, stream
+
+    def _rest(self) -> RestingLayers | None:
+        """Return where layers are to rest, which has room for them."""
+        settings = self._settings
+        if settings.offload is None:
+            return None
+        if settings.offload == "cpu":
+            return HostLayers(self._device)
+        assert settings.nvme_path is not None
+        path = os.path.abspath(os.fsdecode(settings.nvme_path))
+        return StoredLayers(path, self._sizes, self._device)
+
+    def _taken(self, rest: RestingLayers | None) -> tuple[Weights, Report | None]:
+        settings, source = self._settings, self._source
+        memory = WeightMemory() if self._device.type == "cpu" and rest is None else None
         quantizers = self._quantizers(settings.quantize, settings.input_format, memory)
+        some = [quantizer for quantizer in quantizers if quantizer is not None]
+
+        def put_away(layer: Layer) -> Layer:
+            assert rest is not None
+            left = rest.add(layer)
+            for quantizer in some:
+                quantizer.moved(layer, left)
+            return left
+
+        keep = None if rest is None else put_away
         if source.folder is None:
             given = cast(Mapping[str, Tensor], source.tensors)
-            weights = self._take(given, quantizers, memory=memory)
+            weights = self._take(given, quantizers, memory=memory, keep=keep)
         else:
             shards, names = source.folder.shards, self._asked
             on_host = () if source.packed is None else source.packed.on_host
             with FolderTensors(shards, names, self._device, settings.progress, on_host) as tensors:
                 given = self._merged(tensors)
-                weights = self._take(given, quantizers, memory=memory, own=tensors.own)
-        some = [quantizer for quantizer in quantizers if quantizer is not None]
+                weights = self._take(given, quantizers, memory=memory, own=tensors.own, keep=keep)
         return weights, report_of(weights, some) if some else None
 
     def _merged(self, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         return tensors if self._adapter is None else self._adapter.merged(tensors, self._dtype)
 
-    def _budget(self, quantize: str | None) -> MemoryBudget:
+    def _budget(self, offload: str | None, quantize: str | None) -> MemoryBudget:
         """Go through all of it without values, and return the bytes that it comes to."""
         settings, source = self._settings, self._source
         described = Described(source.tensors, source.packed.parts if source.packed else ())
         quantizers = self._quantizers(quantize, None)
         weights = self._take(described, quantizers, torch.device("meta"))
         self._asked = list(described.asked)
-        reading = 0
+        nbytes, reading, rest = bytes_of(weights), 0, 0
         if source.folder is not None:
             reading = reading_bytes(source.folder.shards, self._asked)
         reading += max((q.largest_floats for q in quantizers if q is not None), default=0)
+        if offload is not None:
+            self._sizes = [flat_bytes(layer) for layer in weights.layers]
+            rest, slots = sum(self._sizes), sum(slot_sizes(self._sizes))
+            nbytes += slots - sum(bytes_of(travelling(layer)) for layer in weights.layers)
+            copies = 1 if offload == "cpu" else 2  # of the layer that was read last
+            reading = max(0, reading + copies * max(self._sizes, default=0) - slots)
         if not self.of.causal:  # what it works with depends on its calls
-            return MemoryBudget(bytes_of(weights), 0, reading)
+            return MemoryBudget(nbytes, 0, reading)
         check_positions(self.of, weights.positions, self.max_tokens)
         batch, tokens = settings.max_batch, self.max_tokens
         return MemoryBudget(
-            bytes_of(weights),
+            nbytes,
             cache_bytes(self.of, batch, tokens, self._dtype, settings.kv_dtype),
             reading,
             working_bytes(
@@ -274,7 +326,9 @@ class _Loading:
                 self._dtype,
                 quantize is not None or source.packed is not None,
                 PACKED if settings.pack_prefill else 0,
+                0 if offload is None else min(batch * tokens, PACKED),
             ),
+            rest if offload == "cpu" else 0,
         )
 
     def _quantizers(
@@ -295,6 +349,7 @@ class _Loading:
         device: torch.device | None = None,
         memory: WeightMemory | None = None,
         own: Collection[str] = (),
+        keep: Callable[[Layer], Layer] | None = None,
     ) -> Weights:
         weights = Taker(
             self._policy,
@@ -307,6 +362,7 @@ class _Loading:
             memory,
             self._source.packed,
             own,
+            keep,
         ).take()
         rounded = self._settings.input_format
         return weights if rounded is None else with_input_format(weights, rounded)

@@ -48,6 +48,15 @@ MEANT: list[tuple[dict[str, Any], dict[str, Any]]] = [  # what is given, and wha
         {"quantize": "int8", "input_format": "int8"},
     ),
     ({"zero": {}, "triangular_masking": True, "tm": True, "return_tuple": True}, {}),
+    ({"zero": {"stage": 3, "offload_param": {"device": "none"}}}, {}),
+    (
+        {"zero": {"stage": 3, "offload_param": {"device": "cpu", "pin_memory": True}}},
+        {"offload": "cpu"},
+    ),
+    (
+        {"zero": {"offload_param": {"device": "nvme", "nvme_path": "/x", "buffer_count": 5}}},
+        {"offload": "nvme", "nvme_path": "/x"},
+    ),
     ({"injection_policy": None, "injection_dict": None, "injection_policy_tuple": None}, {}),
     ({"checkpoint": None, "base_dir": "", "checkpoint_config": {}, "args": None}, {}),
     ({"set_empty_params": False, "save_mp_checkpoint_path": None, "min_out_tokens": 1}, {}),
@@ -117,7 +126,21 @@ REFUSED: list[tuple[dict[str, Any], type[Exception], str]] = [
         ValueError,
         "checkpoint is 'x.json', expected None or '': give the folder with config.json and",
     ),
-    ({"zero": {"stage": 3}}, ValueError, r"zero is {'stage': 3}, expected {} or None: weights are"),
+    ({"zero": {"stage": 4}}, ValueError, r"zero.stage is 4, expected 0 or 1 or 2 or 3: a model is"),
+    ({"zero": {"offload_optimizer": {}}}, TypeError, "zero.offload_optimizer is no argument, exp"),
+    (
+        {"zero": {"offload_param": {"device": "disk"}}},
+        ValueError,
+        "zero.offload_param.device is 'disk', expected none, cpu or nvme",
+    ),
+    (
+        {"zero": {"offload_param": {"device": "cpu", "buffer_count": 9}}},
+        ValueError,
+        "zero.offload_param.buffer_count is 9, expected 5: layers pass through two slots of their",
+    ),
+    ({"zero": {"offload_param": {"device": "nvme"}}}, ValueError, "nvme_path is None, expected a"),
+    ({"zero": {"offload_param": {"device": "cpu"}}, "offload": "nvme"}, ValueError, "is given too"),
+    ({"cpu_offload_gb": 4}, TypeError, "cpu_offload_gb is no argument, expected offload='cpu'"),
     (
         {"triangular_masking": False},
         ValueError,

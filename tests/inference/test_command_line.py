@@ -53,6 +53,21 @@ def test_text(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert re.fullmatch(form, error), error
 
 
+def test_layers_that_rest_elsewhere(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    expected = init_inference(folder).generate("once upon", max_new_tokens=3)[0]
+    given = [str(folder), "--prompt", "once upon", "--max-new-tokens", "3", "--offload"]
+    for where in (["cpu"], ["nvme", "--nvme-path", str(tmp_path)]):
+        assert command_line.main([*given, *where]) == 0
+        out, error = capsys.readouterr()
+        assert out == f"{expected.text}\n"
+        form = r"3 tokens, \S+ a second: \S+ GB come to the device for each\n"
+        assert re.fullmatch(form, error), error
+    assert command_line.main([*given, "nvme"]) == 2
+    assert "nvme_path is None, expected a folder" in capsys.readouterr().err
+
+
 def test_prompts_are_taken_whole(folder: Path) -> None:
     """Whatever the file of the tokenizer says of padding and of a greatest length."""
     tokenizer = init_inference(folder).tokenizer

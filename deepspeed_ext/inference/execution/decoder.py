@@ -1,5 +1,7 @@
 """A decoder: from tokens that a cache has reserved to the logits of the next ones."""
 
+from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -9,6 +11,7 @@ from torch.nn import functional as F
 
 from deepspeed_ext.inference.execution.experts import expert_sums
 from deepspeed_ext.inference.execution.kv_cache import KVCache
+from deepspeed_ext.inference.execution.layer_stream import LayerStream
 from deepspeed_ext.inference.model.architecture import Architecture
 from deepspeed_ext.inference.model.positions import alibi_slopes
 from deepspeed_ext.inference.weights.experts import ExpertWeights
@@ -42,6 +45,22 @@ class PackedPrefill(NamedTuple):
     running: Tensor
     to_padded: Tensor
     to_packed: Tensor
+
+
+class Rows(NamedTuple):
+    """Hidden states that go through the layers, beside others or alone.
+
+    Args:
+        x: those that go into the first layer.
+        slots: as of `Decoder.hidden`, as are counts and pack.
+        is_step: whether they are what `Decoder.step` takes, and their logits are wanted.
+    """
+
+    x: Tensor
+    slots: Tensor
+    counts: Tensor | None = None
+    pack: PackedPrefill | None = None
+    is_step: bool = False
 
 
 class _LayerContext(NamedTuple):
@@ -95,10 +114,15 @@ class Decoder:
     Args:
         architecture: of the model.
         weights: of the model.
+        stream: brings the layers, which rest elsewhere; None: they are on the device.
     """
 
-    def __init__(self, architecture: Architecture, weights: Weights) -> None:
-        self.of, self.weights = architecture, weights
+    def __init__(
+        self, architecture: Architecture, weights: Weights, stream: LayerStream | None = None
+    ) -> None:
+        if stream is not None:
+            weights = replace(weights, layers=stream.layers)
+        self.of, self.weights, self.stream = architecture, weights, stream
         of, device, dtype = architecture, weights.embedding.device, weights.embedding.dtype
         frequencies: dict[bytes, Tensor] = {}  # on the device, once each
         self._rotations: list[tuple[Tensor | None, float]] = []
@@ -153,23 +177,8 @@ class Decoder:
         Raises:
             ValueError: slots may become longer than the model has positions for.
         """
-        x = self._embedded(tokens, cache, slots, counts, pack)
-        return self._after_layers(x, cache, slots, counts, pack, None).total
-
-    def embedded(self, tokens: Tensor, cache: KVCache, slots: Tensor) -> Tensor:
-        """Return the first hidden states of one new token of each slot.
-
-        Args:
-            tokens: (batch, 1), int64.
-            cache: as of `hidden`, as are slots.
-
-        Returns:
-            (batch, 1, hidden).
-
-        Raises:
-            ValueError: as `hidden`.
-        """
-        return self._embedded(tokens, cache, slots, None, None)
+        x = self.embedded(tokens, cache, slots, counts, pack)
+        return self.pass_over([Rows(x, slots, counts, pack)], cache)[0]
 
     def step(self, x: Tensor, cache: KVCache, slots: Tensor) -> Tensor:
         """Return the logits after one new token of each slot, of which x is what `embedded` says.
@@ -179,35 +188,51 @@ class Decoder:
         Returns:
             (batch, vocabulary).
         """
+        return self.pass_over([Rows(x, slots, is_step=True)], cache)[0]
+
+    def pass_over(self, some: Sequence[Rows], cache: KVCache) -> list[Tensor]:
+        """Go through the layers once with rows that know nothing of each other.
+
+        Each has the bits that it has alone, and each layer is there once for all of them.
+
+        Args:
+            some: no slot is there twice.
+            cache: as of `hidden`.
+
+        Returns:
+            Of each what `hidden` returns, or `step`.
+        """
+        block = self._parallel_block if self.of.parallel else self._block
+        if self.of.norm_place == "after":
+            block = self._block_with_norms_after
+        states, layers = [_HiddenState(rows.x) for rows in some], self.weights.layers
+        last_norms = [self._norm_in_last_layer if rows.is_step else None for rows in some]
+        for i, layer in enumerate(layers if self.stream is None else self.stream.turns()):
+            for k, (x, slots, counts, pack, _) in enumerate(some):
+                next_norm = layers[i + 1].attention_norm if i + 1 < len(layers) else last_norms[k]
+                context = _LayerContext(
+                    i, cache.layer(i), slots, counts, pack, are_few(x), next_norm
+                )
+                states[k] = block(layer, states[k], context)
+        both = zip(some, states, strict=True)
+        return [self._logits_of(state) if rows.is_step else state.total for rows, state in both]
+
+    @property
+    def _norm_in_last_layer(self) -> NormWeights | None:
+        """What the last layer does of the last norm in a step, where the head does the rest."""
         weights = self.weights
         assert weights.head is not None
         fuses = weights.project_out is None and weights.head.fuses_norms
-        last_norm = weights.final_norm if fuses else None
-        state = self._after_layers(x, cache, slots, None, None, last_norm)
+        return weights.final_norm if fuses else None
+
+    def _logits_of(self, state: _HiddenState) -> Tensor:
+        """Return the logits of a step."""
+        weights = self.weights
+        assert weights.head is not None
         h, _ = self._norm_of_state(state, weights.final_norm)
         if isinstance(h, Undivided):
             return self._capped(weights.head(Undivided(h.x[:, 0], h.squares[:, 0], h.eps)))
         return self._head(h[:, 0])
-
-    def _after_layers(
-        self,
-        x: Tensor,
-        cache: KVCache,
-        slots: Tensor,
-        counts: Tensor | None,
-        pack: PackedPrefill | None,
-        last_norm: NormWeights | None,
-    ) -> _HiddenState:
-        """Return what the layers leave to whoever reads last_norm, or to nobody."""
-        block = self._parallel_block if self.of.parallel else self._block
-        if self.of.norm_place == "after":
-            block = self._block_with_norms_after
-        state, has_few_rows, layers = _HiddenState(x), are_few(x), self.weights.layers
-        for i, layer in enumerate(layers):
-            next_norm = layers[i + 1].attention_norm if i + 1 < len(layers) else last_norm
-            context = _LayerContext(i, cache.layer(i), slots, counts, pack, has_few_rows, next_norm)
-            state = block(layer, state, context)
-        return state
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Return the logits that belong to last hidden states.
@@ -231,15 +256,22 @@ class Decoder:
         softcap = self.of.logit_softcap
         return softcap * torch.tanh(out / softcap) if softcap > 0 else out
 
-    def _embedded(
+    def embedded(
         self,
         tokens: Tensor,
         cache: KVCache,
         slots: Tensor,
-        counts: Tensor | None,
-        pack: PackedPrefill | None,
+        counts: Tensor | None = None,
+        pack: PackedPrefill | None = None,
     ) -> Tensor:
-        """Return the first hidden states."""
+        """Return the first hidden states of new tokens; all arguments are as of `hidden`.
+
+        Returns:
+            (batch, n, hidden), or (1, tokens, hidden).
+
+        Raises:
+            ValueError: as `hidden`.
+        """
         weights = self.weights
         x = F.embedding(tokens, weights.embedding)
         if self._embedding_scale != 1:

@@ -27,12 +27,14 @@ class MemoryBudget:
         cache: of keys and values.
         reading: of what lies about while weights are made; the cache comes after that.
         working: of what a step makes and lets go.
+        host: of layers that rest in host memory; all others are of the device.
     """
 
     weights: int
     cache: int
     reading: int = 0
     working: int = 0
+    host: int = 0
 
     @property
     def peak(self) -> int:
@@ -64,6 +66,7 @@ def working_bytes(
     dtype: torch.dtype,
     is_quantized: bool,
     packed: int,
+    beside: int = 0,
 ) -> int:
     """Return about how many bytes a step makes and lets go, with what penalties and biases take.
 
@@ -74,6 +77,7 @@ def working_bytes(
         dtype: of hidden states.
         is_quantized: whether weights are made floats, one at a time, for many tokens.
         packed: tokens, with padding, that attention has copies of.
+        beside: tokens that go through the layers side by side.
     """
     parts = 2 if of.gated else 1
     wide, copies, largest = of.intermediate * parts, 0, of.intermediate * parts
@@ -83,6 +87,7 @@ def working_bytes(
         largest = max(wide, of.experts.count * inner)
     states = tokens * (max(wide, copies) + 6 * of.hidden) * dtype.itemsize
     states += packed * 2 * (of.heads + of.kv_heads) * of.head_dim * dtype.itemsize
+    states += beside * 3 * of.hidden * dtype.itemsize
     floats = largest * of.hidden * dtype.itemsize if is_quantized and tokens > ROWS else 0
     choice = min(max_batch, ROWS) * of.vocabulary * _BYTES_OF_LOGIT
     scored = (min(tokens, SCORED) * dtype.itemsize + ORDERED * _BYTES_OF_LOGIT) * of.vocabulary
@@ -117,6 +122,7 @@ def check_capacity(
     max_tokens: int,
     budget_of: Callable[[str | None], MemoryBudget],
     kinds: Sequence[str] = ("int8", "int4"),
+    offloaded: Callable[[str | None], MemoryBudget] | None = None,
 ) -> None:
     """Refuse a model whose memory budget the device has not.
 
@@ -125,12 +131,15 @@ def check_capacity(
         quantize: as of ``init_inference``, as are max_batch and max_tokens.
         budget_of: returns the memory budget with a value of quantize.
         kinds: what else quantize may be.
+        offloaded: as budget_of, of layers that rest in host memory; None: that is of no use.
 
     Raises:
-        MemoryError: the device has fewer bytes free than the engine takes; says what would fit.
+        MemoryError: the device, or the host, has fewer bytes free than the engine takes; says what
+            would fit.
     """
     budget, free = budget_of(quantize), free_bytes(device)
     if budget.peak <= free:
+        _check_host(budget, device)
         return
     whole, part = [], []
     between = " with " if kinds else ""
@@ -145,7 +154,12 @@ def check_capacity(
             batch = min(max_batch, pages)
             tokens = pages // batch * PAGE
             part.append(f"{told}{between}max_batch={batch} and max_tokens={tokens}")
-    fits = " or ".join(part[:1] + whole[:1])
+    options = part[:1] + whole[:1]
+    if offloaded is not None:
+        other = offloaded(quantize)
+        if other.peak <= free and other.host <= free_memory():
+            options.append("offload='cpu'")
+    fits = " or ".join(options)
     raise MemoryError(
         f"init_inference: {device} has {_shown(free)} free, expected {_shown(budget.peak)}:"
         f" {_shown(budget.weights)} of weights, {_shown(budget.cache)} of keys and values for"
@@ -157,6 +171,18 @@ def check_capacity(
             else "nothing fits" + (f", not even {told}" if kinds else "")
         )
     )
+
+
+def _check_host(budget: MemoryBudget, device: torch.device) -> None:
+    """Refuse layers that host memory has no room for."""
+    needed, free = budget.host, free_memory()
+    if device.type == "cpu":  # all is in the same memory
+        needed += budget.peak if needed else 0
+    if needed > free:
+        raise MemoryError(
+            f"init_inference: host memory has {_shown(free)} free, expected {_shown(needed)}:"
+            f" {_shown(budget.host)} of layers that rest there; what fits may be offload='nvme'"
+        )
 
 
 def _shown(count: int) -> str:

@@ -4,6 +4,7 @@ All that a step reads and writes is in tensors that stay where they are, one row
 one more for rows of a batch that are nobody's.
 """
 
+from collections.abc import Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from deepspeed_ext.inference.execution.decoder import Decoder, PackedPrefill
+from deepspeed_ext.inference.execution.decoder import Decoder, PackedPrefill, Rows
 from deepspeed_ext.inference.execution.graphs import Graphs, Recordings
 from deepspeed_ext.inference.execution.kv_cache import KVCache
 from deepspeed_ext.inference.execution.sampling import (
@@ -100,8 +101,10 @@ class ModelRunner:
         self._inputs: dict[int, Inputs] = {}
         self._now: dict[int, list[int]] = {}  # the slots that inputs have
         self.pads = device.type == "cuda"  # as a graph is for one number of rows
-        self._graphs = Graphs(device) if self.pads and cuda_graphs else None
-        self._recordings = Recordings() if device.type == "cpu" else None
+        # Layers that are brought are waited for by the host, or by streams: one by one.
+        is_still = decoder.stream is None
+        self._graphs = Graphs(device) if self.pads and cuda_graphs and is_still else None
+        self._recordings = Recordings() if device.type == "cpu" and is_still else None
 
     def start(self, slot: int, prompt: list[int], options: SamplingOptions) -> None:
         """Let a slot be for another request."""
@@ -140,13 +143,18 @@ class ModelRunner:
             tokens: of the prompt, after those that the slot has.
             pad_to: a multiple of this many is computed.
         """
+        rows = self._rows_of(slot, tokens, pad_to)
+        return _prefilled(self._decoder.pass_over([rows], self._cache)[0], len(tokens))
+
+    def _rows_of(self, slot: int, tokens: list[int], pad_to: int) -> Rows:
+        """Return what goes into the first layer of a part of a prompt."""
         count = len(tokens)
         padded = tokens + [0] * (-count % pad_to)
         counts = None if len(padded) == count else self._sent([count], torch.int32)
         slots = self._sent([slot], torch.int32)
         part = self._sent(padded, torch.int64)[None]
-        hidden = self._decoder.hidden(part, self._cache, slots, counts)
-        return Prefilled(hidden[:, count - 1].clone(), [hidden[0, :count]])
+        x = self._decoder.embedded(part, self._cache, slots, counts)
+        return Rows(x, slots, counts)
 
     def prefill_packed(
         self, running: list[int], slots: list[int], parts: list[list[int]], pad_to: int
@@ -235,6 +243,40 @@ class ModelRunner:
         key = len(inputs.slots), kind
         return Answer(self._graphs.run(key, lambda: self._decode(inputs, kind)))
 
+    @property
+    def shares_passes(self) -> bool:
+        """Whether layers have to be brought for each pass, so that `pass_over` saves some."""
+        return self._decoder.stream is not None
+
+    def pass_over(
+        self,
+        running: Sequence[tuple[list[int], list[float], Kind]],
+        parts: Sequence[tuple[int, list[int]]],
+        pad_to: int,
+    ) -> tuple[list[Answer], list[Prefilled]]:
+        """Do what some calls of `decode` and of `prefill` would, and go through the layers once.
+
+        Args:
+            running: what `decode` is given.
+            parts: what `prefill` is given, likewise pad_to.
+        """
+        decoder, cache = self._decoder, self._cache
+        inputs, rows = list[Inputs](), list[Rows]()
+        for slots, uniforms, _ in running:
+            # Copies, as those of one size share memory.
+            inputs.append(Inputs(*(each.clone() for each in self._inputs_for(slots, uniforms))))
+            own = self._tokens[inputs[-1].places][:, None]
+            x = decoder.embedded(own, cache, inputs[-1].slots)
+            rows.append(Rows(x, inputs[-1].slots, is_step=True))
+        rows += [self._rows_of(slot, tokens, pad_to) for slot, tokens in parts]
+        found = decoder.pass_over(rows, cache)
+        kinds = [kind for *_, kind in running]
+        answers = [
+            Answer(self._sample_logits(*each)) for each in zip(inputs, found, kinds, strict=False)
+        ]
+        hidden = zip(found[len(running) :], parts, strict=True)
+        return answers, [_prefilled(x, len(tokens)) for x, (_, tokens) in hidden]
+
     def _decode(self, inputs: Inputs, kind: Kind) -> Tensor:
         """Queue a step, from memory that stays to memory that stays, as a graph has to."""
         decoder, cache, slots = self._decoder, self._cache, inputs.slots
@@ -285,3 +327,8 @@ class ModelRunner:
     def _sent(self, numbers: list[int], dtype: torch.dtype) -> Tensor:
         """Return a tensor on the device."""
         return ready_to_send(numbers, dtype, self._device).to(self._device, non_blocking=True)
+
+
+def _prefilled(hidden: Tensor, count: int) -> Prefilled:
+    """Return hidden states, (1, tokens, hidden), of which so many are of a part of a prompt."""
+    return Prefilled(hidden[:, count - 1].clone(), [hidden[0, :count]])

@@ -73,7 +73,9 @@ class EngineCore:
             self.cache,
             max_batch,
             self.cache.free_pages,
-            ahead=is_cuda,
+            # Of layers that are brought, the first ones come while the host reads a step; and one
+            # that is computed in vain takes as long as any.
+            ahead=is_cuda and decoder.stream is None,
             packs=pack_prefill,
         )
         self._lock = FairLock()
@@ -219,6 +221,9 @@ class EngineCore:
     def _give_back(self) -> None:
         self._scheduler.close()
         self._steps.ring()
+        decoder = getattr(self, "decoder", None)
+        if decoder is not None and decoder.stream is not None:
+            decoder.stream.close()
         for name in ("decoder", "cache"):
             vars(self).pop(name, None)  # an interruption may have come in between once before
         self._has_given_back = True

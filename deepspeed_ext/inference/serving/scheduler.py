@@ -131,7 +131,8 @@ class Scheduler:
             self._end_unwanted()
             self._admit()
             assert self._table.requests or not self._waiting  # or nothing would ever happen
-            plan = plan_step(self._table.by_state(), self._packs)
+            shares = self._runner.shares_passes
+            plan = plan_step(self._table.by_state(), self._packs, shares)
             self._read(self._queue(plan))
 
     def sweep(self) -> None:
@@ -239,9 +240,12 @@ class Scheduler:
 
     def _queue(self, plan: StepPlan) -> Queued:
         """Queue all of a step; return what is to be read of it."""
-        queued = [self._decode(batch) for batch in plan.decode]
-        for each in plan.prefill:
-            queued += self._prefill(each)
+        if self._runner.shares_passes and not self._packs:
+            queued = self._pass_over(plan)
+        else:
+            queued = [self._decode(batch) for batch in plan.decode]
+            for each in plan.prefill:
+                queued += self._prefill(each)
         for batch in plan.first:
             hidden = torch.cat([request.prompt.last_hidden for request in batch.requests])
             queued.append(self._sample(batch, hidden))
@@ -253,6 +257,36 @@ class Scheduler:
         answer = self._runner.decode(batch.slots, batch.uniforms(), batch.kind)
         self._table.queue_tokens(batch)
         return Pending(batch.requests, answer)
+
+    def _pass_over(self, plan: StepPlan) -> Queued:
+        """Decode and prefill in one pass over all layers; nothing is packed."""
+        parts = [part for one in plan.prefill for part in one.parts]
+        running = [slot for batch in plan.decode for slot in batch.slots]
+        given = [(request.slot, request.next_tokens(count)) for request, count in parts]
+        slots = [*running, *(slot for slot, _ in given)]
+        if not slots:
+            return []
+        self._cache.reserve(slots, [1] * len(running) + [count for _, count in parts])
+        answers, prefilled = self._runner.pass_over(
+            [(batch.slots, batch.uniforms(), batch.kind) for batch in plan.decode],
+            given,
+            self._pad_to,
+        )
+        queued = Queued()
+        for batch, answer in zip(plan.decode, answers, strict=True):
+            self._table.queue_tokens(batch)
+            queued.append(Pending(batch.requests, answer))
+        for (request, count), (last, (hidden,)) in zip(parts, prefilled, strict=True):
+            queued += self._prefilled(request, count, last, hidden)
+        return queued
+
+    def _prefilled(self, request: Request, count: int, last: Tensor, hidden: Tensor) -> Queued:
+        """Note that a part of a prompt is prefilled; return what is to be read of it."""
+        told = [self._tell_of_prompt(request, hidden)] if request.tells_of_prompt else []
+        request.prefill(count)
+        if request.left == 0:
+            request.prompt.hidden = last
+        return told
 
     def _prefill(self, one: PrefillPass) -> Queued:
         """Prefill parts of prompts; with them, compute the next token of each of a batch."""
@@ -267,11 +301,8 @@ class Scheduler:
             last, of_parts = self._runner.prefill_packed(running, slots, tokens, self._pad_to)
         queued = [] if one.running is None else [self._sample(one.running, last[: len(running)])]
         for i, (request, count) in enumerate(one.parts):
-            if request.tells_of_prompt:
-                queued.append(self._tell_of_prompt(request, of_parts[i]))
-            request.prefill(count)
-            if request.left == 0:
-                request.prompt.hidden = last[len(running) + i : len(running) + i + 1]
+            own = last[len(running) + i : len(running) + i + 1]
+            queued += self._prefilled(request, count, own, of_parts[i])
         return queued
 
     def _tell_of_prompt(self, request: Request, hidden: Tensor) -> Pending:

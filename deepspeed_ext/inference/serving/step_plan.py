@@ -53,18 +53,20 @@ class StepPlan(NamedTuple):
     first: list[Batch]
 
 
-def plan_step(requests: ByState, packs: bool) -> StepPlan:
+def plan_step(requests: ByState, packs: bool, shares_passes: bool = False) -> StepPlan:
     """Return what to compute next.
 
     Args:
         requests: those that have a slot.
         packs: whether prompts are prefilled together, and running requests decoded with them.
+        shares_passes: whether all that is not packed goes through the model side by side.
     """
     prefilling, decode = requests
     if not prefilling:
         return StepPlan(decode, [], [])
     if not packs:
-        passes = [PrefillPass([part]) for part in _parts_alone(prefilling)]
+        most, least = (PACKED, 1) if shares_passes else (CHUNK, _LEAST)
+        passes = [PrefillPass([part]) for part in _parts_alone(prefilling, most, least)]
     else:
         batch = decode[0] if len(decode) == 1 else None
         parts = _parts_packed(prefilling, CHUNK - (0 if batch is None else len(batch.slots)))
@@ -76,14 +78,18 @@ def plan_step(requests: ByState, packs: bool) -> StepPlan:
     return StepPlan(decode, passes, batches_of(whole))
 
 
-def _parts_alone(prefilling: list[Request]) -> list[Part]:
-    """Return some prompts, or a part of one, each for a pass of its own."""
+def _parts_alone(prefilling: list[Request], most: int, least: int) -> list[Part]:
+    """Return some prompts, or parts of some, of so many tokens, each for rows of its own.
+
+    Args:
+        least: tokens that fewer are counted as.
+    """
     parts, cost = list[Part](), 0
     for request in prefilling:
         if request.left > 0:
             count = min(request.left, CHUNK)
-            cost += max(_LEAST, count)
-            if cost > CHUNK:
+            cost += max(least, count)
+            if cost > most:
                 break
             parts.append(Part(request, count))
     return parts

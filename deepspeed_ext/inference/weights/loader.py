@@ -1,6 +1,6 @@
 """The weights of a model in the form that blocks compute with, taken over layer by layer."""
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 
 import torch
@@ -82,6 +82,7 @@ class Taker:
         packed: which layers come quantized, and stay so; None: none.
         own: the names of tensors that nobody else has: they are kept where they are, if they are of
             this device and dtype.
+        keep: what becomes of each layer, before the next one is taken; None: it stays as it is.
 
     Raises:
         ValueError: there is no embedding.
@@ -100,9 +101,10 @@ class Taker:
         memory: WeightMemory | None = None,
         packed: PackedLayers | None = None,
         own: Collection[str] = (),
+        keep: Callable[[Layer], Layer] | None = None,
     ) -> None:
         self._policy, self._config, self._of = policy, policy.part_of(config), architecture
-        self._quantize_head = quantize_head
+        self._quantize_head, self._keep = quantize_head, keep
         part = self._config
         given = tensors, device, dtype, quantize, memory, packed, own
         self._take = LinearTaker(policy, part, architecture, *given)
@@ -157,7 +159,7 @@ class Taker:
         if not has_experts:
             up = take.linear(at, names.up, wide, of.hidden, mlp_bias)
             down = take.linear(at, (names.down,), (of.hidden,), of.intermediate, mlp_bias)
-        return Layer(
+        layer = Layer(
             qkv,
             out,
             up,
@@ -171,6 +173,7 @@ class Taker:
             self._sinks(at, names.sinks),
             take_experts(take, at, self._policy.experts, of) if has_experts else None,
         )
+        return layer if self._keep is None else self._keep(layer)
 
     def _projection(self, at: str, name: str | None, n: int, length: int) -> Linear | None:
         """Return what is between hidden states and embeddings, if these are not of one size."""

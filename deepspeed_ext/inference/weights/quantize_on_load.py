@@ -99,6 +99,15 @@ class Quantizer:
         self.done.append(Done(made, layout, weight.nbytes, id(weight), errors))
         return made
 
+    def moved(self, before: Layer, after: Layer) -> None:
+        """Let go of a layer that was quantized, in whose place there is another one."""
+        others = _linears(after)
+        new = {id(linear.weight): others[name].weight for name, linear in _linears(before).items()}
+        for i, done in enumerate(self.done):
+            weight = new.get(id(done.weight), done.weight)
+            assert isinstance(weight, PackedWeight | Float8Weight)
+            self.done[i] = done._replace(weight=weight)
+
     @property
     def largest_floats(self) -> int:
         """The bytes of the largest weight that was quantized, which is there beside its codes."""

@@ -46,7 +46,8 @@ class StoreJob:
         self.error: BaseException | None = None
         self.settled = False
         self._settle: Callable[[StoreJob], None] | None = settle
-        self._started = threading.Event()
+        # Not an Event: Ctrl-C may leave its lock taken, and the same thread would wait for itself.
+        self._start, self._is_started = threading.Condition(), False
         self._inner: Future | None = None
 
     def start(self, inner: Future | None, error: BaseException | None = None) -> None:
@@ -60,13 +61,17 @@ class StoreJob:
         if error is not None:
             text = f"TensorStore: {self.verb} of {self.name!r} was given up: {error!r}"
             self.error = RuntimeError(text)
-        self._started.set()
+        self._is_started = True
+        with self._start:
+            self._start.notify_all()
 
     def wait(self, seconds: float = _FOREVER) -> bool:
         """Wait at most so long and tell whether it is done."""
         end = time.monotonic() + seconds
-        if not self._started.wait(max(seconds, 0.0)):
-            return False
+        if not self._is_started:
+            with self._start:
+                if not self._start.wait_for(lambda: self._is_started, max(seconds, 0.0)):
+                    return False
         inner, settle = self._inner, self._settle
         if inner is not None:
             if not inner.wait(max(end - time.monotonic(), 0.0)):
@@ -82,7 +87,7 @@ class StoreJob:
         if self.settled:
             return True
         inner = self._inner
-        return self._started.is_set() and (inner is None or inner.done()) and self.wait(0)
+        return self._is_started and (inner is None or inner.done()) and self.wait(0)
 
     def begun(self) -> bool:
         """Tell that it is in the books from the start."""

@@ -64,7 +64,7 @@ def test_bytes_are_known_before(
     found: list[MemoryBudget] = []
     monkeypatch.setattr(
         "deepspeed_ext.inference.initialize.check_capacity",
-        lambda device, quantize, batch, tokens, budget_of, kinds: found.append(budget_of(quantize)),
+        lambda device, quantize, batch, tokens, budget_of, *_: found.append(budget_of(quantize)),
     )
     tiny_folder.write(tmp_path, CONFIG)
     options: dict[str, Any] = dict(kv_dtype=kv, max_batch=3, max_tokens=100)

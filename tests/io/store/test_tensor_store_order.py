@@ -372,3 +372,12 @@ def test_an_engine_that_was_closed(tmp_path: Path, durable: bool) -> None:
     with pytest.raises(RuntimeError, match="closed"):
         store.get("x")
     store.close()
+
+
+def test_an_interruption_that_leaves_the_start_of_a_request_locked() -> None:
+    """Ctrl-C within `start` may do so; the thread that it came to goes on."""
+    job = StoreJob("x", "get", lambda _: None)
+    job._start.acquire()
+    assert not job.wait(0)
+    job.start(None)
+    assert job.wait(0) and job.done()
