@@ -5,15 +5,17 @@ Hooks only start work sooner: they hold no reference to the optimizer, which is 
 
 import sys
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.parameter import is_lazy
 
-from deepspeed_ext.dtensors import is_dtensor
+from deepspeed_ext.dtensors import is_dtensor, rests_on_host
 from deepspeed_ext.torch_internals.compiler import untraced
 from deepspeed_ext.torch_internals.modules import is_compiled, is_compiled_in_place
+from deepspeed_ext.torch_internals.tensors import is_watched_in_backward
 
 Remove = Callable[[], None]
 _WITH_FAST_PATHS = (
@@ -71,6 +73,33 @@ def on_gradient(param: Tensor, tell: Callable[[Tensor], None]) -> Remove:
     """Call a method with a parameter whose gradient has been accumulated."""
     remove: Remove = param.register_post_accumulate_grad_hook(_Tell(tell).of_gradient).remove
     return remove
+
+
+def watch(
+    hooks: dict[Tensor, Remove],
+    params: Iterable[Tensor],
+    tell: Callable[[Tensor], None],
+    has_disk: bool,
+) -> None:
+    """See that parameters tell of their gradients, those added or thawed since too.
+
+    Args:
+        hooks: of those that do; of those that are no longer there, they are removed.
+        params: all that there are.
+        tell: called with a parameter whose gradient has been accumulated.
+        has_disk: all tell, as state comes from the disk meanwhile. Else those do not that rest in
+            host memory: nothing goes ahead, and FSDP2 would wait for each gradient to tell of it.
+    """
+    params = list(params)
+    for gone in hooks.keys() - set(params):
+        hooks.pop(gone)()
+    for param in params:
+        has_memory = not (is_lazy(param) or param.is_meta)
+        # What swaps tensors, as FSDP2's `to` does, takes hooks away with the old one.
+        watched = param in hooks and is_watched_in_backward(param)
+        is_wanted = has_memory and param.requires_grad and param.is_leaf and not watched
+        if is_wanted and (has_disk or not rests_on_host(param)):
+            hooks[param] = on_gradient(param, tell)
 
 
 def check_model(op: str, model: torch.nn.Module) -> None:

@@ -8,14 +8,14 @@ from typing import Any, overload
 
 import torch
 from torch import Tensor
-from torch.nn.parameter import is_lazy
 from torch.optim.optimizer import ParamsT
 
+from deepspeed_ext.dtensors import rests_on_host
 from deepspeed_ext.offload.bucket_states import OffloadedBucket
 from deepspeed_ext.offload.copies import Recorder
 from deepspeed_ext.offload.copying import copied, rebuilt
 from deepspeed_ext.offload.disk import Disk, commit, folder_of, restore_options, turn
-from deepspeed_ext.offload.hooks import Remove, before_forward, check_model, let_go, on_gradient
+from deepspeed_ext.offload.hooks import Remove, before_forward, check_model, let_go, watch
 from deepspeed_ext.offload.host_optimizer import offloaded
 from deepspeed_ext.offload.memory_estimate import (
     bytes_of,
@@ -40,7 +40,7 @@ from deepspeed_ext.optim.state_dict import portable_state, portable_state_in_par
 from deepspeed_ext.processors import check_threads, share_here
 from deepspeed_ext.torch_internals.compiler import untraced
 from deepspeed_ext.torch_internals.modules import load_hooks_of
-from deepspeed_ext.torch_internals.tensors import is_watched_in_backward, past_torch_function
+from deepspeed_ext.torch_internals.tensors import past_torch_function
 
 Group = dict[str, Any]
 _rebuilt = rebuilt  # as pickles name it that were made before it had a module of its own
@@ -63,6 +63,10 @@ class OffloadOptimizer(torch.optim.Optimizer):
     is state, in steps in which it is read: tensors of it are to be read anew after each step().
     Not seen is what others still write to gradients and weights while step() is called, such as a
     collective that nobody has waited for.
+
+    Shards that rest in host memory, by `zero.shard(..., offload="cpu")` or FSDP2's
+    CPUOffloadPolicy, are stepped there, by all threads, in step(), without copies; so are those
+    that gpu_fraction keeps, on their device. Of these all is as the optimizer class has it.
 
     Args:
         params: float32, bfloat16 or float16 tensors on the CPU or on CUDA, DTensors among them; or
@@ -103,7 +107,8 @@ class OffloadOptimizer(torch.optim.Optimizer):
             gradient after it has left is lost; where a process group is there, as DDP does that,
             only DTensors leave before step(). False: they stay on the device, as in torch.
         gpu_fraction: this share of the bytes of parameters, the first ones, is kept on the device:
-            it is stepped there, and has its state there; from 0 to 1.
+            it is stepped there, and has its state there; from 0 to 1. What rests in host memory
+            stays there.
         threads: that step in host memory. None: one on each processor that this process may use;
             processes that torchrun has started divide those of their host, and keep to their part.
             Fewer if torch.get_num_threads() is less, but for the 1 that torchrun sets. See
@@ -211,19 +216,12 @@ class OffloadOptimizer(torch.optim.Optimizer):
         check_once(self, group["params"])
         kept, self._bytes_to_keep = kept_on_device(group["params"], self._bytes_to_keep)
         both = zip(group["params"], kept, strict=True)
-        table.keep_on_device(param for param, is_kept in both if is_kept)
+        table.keep_on_device(p for p, is_kept in both if is_kept and not rests_on_host(p))
         return {**group, "params": table.copies_of(group["params"])}
 
     def _watch(self) -> None:
         """See that all parameters tell of their gradients, those added or thawed since too."""
-        for gone in self._hooks.keys() - set(self._params()):
-            self._hooks.pop(gone)()
-        for param in self._params():
-            has_memory = not (is_lazy(param) or param.is_meta)
-            # What swaps tensors, as FSDP2's `to` does, takes hooks away with the old one.
-            watched = param in self._hooks and is_watched_in_backward(param)
-            if has_memory and not watched and param.requires_grad and param.is_leaf:
-                self._hooks[param] = on_gradient(param, self._pipeline.note_gradient)
+        watch(self._hooks, self._params(), self._pipeline.note_gradient, self._disk is not None)
 
     def _take_options(self, first: int = 0) -> None:
         """Give groups, from one on, the options that those in host memory have."""

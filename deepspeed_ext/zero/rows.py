@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from deepspeed_ext.dtensors import local, part_for, spread
+from deepspeed_ext.dtensors import local, part_for, rests_on_host, spread
 from deepspeed_ext.torch_internals.modules import parameters_of
 from deepspeed_ext.torch_internals.tensors import FITS_DATA, past_torch_function
 from deepspeed_ext.zero.memory import give_back, put
@@ -178,6 +178,8 @@ def in_whole_shapes(model: nn.Module) -> Iterator[None]:
         shard = parameters_of(module)[name]
         assert shard is not None
         if _ROWS in vars(param):  # else it is tied, and was filled under another name
-            part = part_for(vars(param)[_ROWS], shard).to(shard.dtype)
+            # Rows may have come to rest elsewhere than the shard does.
+            where = "cpu" if rests_on_host(shard) else vars(param)[_ROWS].device_mesh.device_type
+            part = part_for(vars(param)[_ROWS], shard).to(where, shard.dtype)
             vars(param).clear()  # others have its memory there, too
             put(shard, part)
