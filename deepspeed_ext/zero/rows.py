@@ -89,7 +89,12 @@ def rows_of(param: Tensor) -> "DTensor | None":
     return vars(param).get(_ROWS)
 
 
-def keep(param: nn.Parameter, mesh: DeviceMesh, dtype: torch.dtype | None = None) -> None:
+def keep(
+    param: nn.Parameter,
+    mesh: DeviceMesh,
+    dtype: torch.dtype | None = None,
+    device: str | None = None,
+) -> None:
     """Let go of a whole parameter but for the rows that fully_shard gives this process.
 
     All processes of the mesh call it. Each gets the rows of what the first one has.
@@ -98,6 +103,7 @@ def keep(param: nn.Parameter, mesh: DeviceMesh, dtype: torch.dtype | None = None
         param: plain, of at least one dimension and with memory.
         mesh: of one dimension, over which rows are dealt.
         dtype: to cast it to; None: none.
+        device: where rows rest; None: that of the mesh.
     """
     from torch.distributed.tensor import Shard, distribute_tensor
 
@@ -107,6 +113,7 @@ def keep(param: nn.Parameter, mesh: DeviceMesh, dtype: torch.dtype | None = None
         part = local(rows)
         if part.untyped_storage().nbytes() > part.nbytes:
             part = part.clone()  # a view would keep the whole
+        part = part.to(device or mesh.device_type)
         param.data = whole
         hide(param, spread(part, rows))
         del whole
