@@ -105,13 +105,13 @@ def check_given(
     for group in optimizer.param_groups:
         for param in group["params"]:
             renamed.name_of(param, "optimizer")
-    is_ours = isinstance(optimizer, FlatStateOptimizer)
+    spec = optimizer.spec if isinstance(optimizer, FlatStateOptimizer) else None
     if offloads:
         _in_host(optimizer)
-    elif rests and is_ours and "cpu" not in optimizer.spec.devices:
+    elif rests and spec is not None and "cpu" not in spec.devices:
         raise ValueError(
             f"{_OP}: optimizer is a {type(optimizer).__name__} with offload_param, expected one"
-            f" that steps in host memory, such as {optimizer.spec.elsewhere.get('cpu')}"
+            f" that steps in host memory, such as {spec.elsewhere.get('cpu')}"
         )
 
 
