@@ -177,6 +177,29 @@ def no_copy(row, folder):
         in_host_memory(model, memory_budget=64)
 
 
+def commits(row, folder):
+    """What rests in memory is committed with its state, and the next run goes on from there."""
+    made = []
+    for is_broken in (False, True):
+        path = folder / f"commits-{home()}-{dist.get_world_size()}-{is_broken}"
+        options = {"nvme_fraction": 0.5, "durable": True, "memory_budget": "1GiB"}
+        model = sharded("cpu")
+        optimizer = in_host_memory(model, path, **options)
+        step(model, optimizer, 0)
+        optimizer.commit(step=0)
+        if is_broken:
+            step(model, optimizer, 7)
+            optimizer.close()
+            model = sharded("cpu", model=Net(seed=5))
+            optimizer = in_host_memory(model, path, resume=True, **options)
+            assert optimizer.committed == {"step": 0}
+        step(model, optimizer, 1, 2)
+        made.append((model, optimizer))
+    assert_alike(made, "committed")
+    for _, optimizer in made:
+        optimizer.close()
+
+
 def grows(row, folder):
     """Groups that come later, state dicts, and copies of the optimizer."""
     pair = [(sharded(offload), None) for offload in ("cpu", None)]
@@ -385,7 +408,9 @@ def refusals(row, folder):
 
 
 FUNCTIONS = {
-    **dict.fromkeys((parity, no_copy, filled, whole_for_a_while, checkpoints, refusals), (1, 2)),
+    **dict.fromkeys(
+        (parity, no_copy, commits, filled, whole_for_a_while, checkpoints, refusals), (1, 2)
+    ),
     **dict.fromkeys((classes, scaled, grows, ends_in_errors, adapted, compiled), (2,)),
     parity_of_all: (2,),
     replicas: (4,),
