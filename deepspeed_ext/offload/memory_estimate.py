@@ -183,21 +183,17 @@ def estimate(
     available = free_memory()
     share = available // local_processes()
     ring = None
-    if device == "nvme":
-        assert memory_budget is not None
+    if device == "nvme" and memory_budget is not None:
         ring = plan.put_on_disk(host_optimizer, memory_budget, nvme_fraction, free_grads)
     gpu: Counter[str] = Counter({WEIGHTS: 0, GRADIENTS: 0})
     disk: Counter[str] = Counter()
     host: Counter[str] = Counter({WEIGHTS: 0, GRADIENTS: 0})
-    for params in _group_params(host_optimizer):
-        gpu[WEIGHTS] += sum(local(p).nbytes for p in params if not plan.rests(p))
-        host += Counter({AT_REST: sum(local(p).nbytes for p in params if plan.rests(p))})
-        host[WEIGHTS] += host_bytes([local(p) for p in params if plan.copies(p)])
+    _add_weights(gpu, host, plan, host_optimizer)
     if ring is not None:
         host[RING] = ring.nbytes
-    buckets: list[Bucket] = []
-    on_disk, kept, at_rest = list[Bucket](), list[Bucket](), list[Bucket]()
+    buckets, on_disk, kept = list[Bucket](), list[Bucket](), list[Bucket]()
     for bucket in _buckets(host_optimizer, plan.table):
+        rests = plan.rests(bucket.params[0])
         if plan.keeps_on_device(bucket.params[0]):
             gpu.update(_state_bytes(bucket))
             gpu[GRADIENTS] += _weight_bytes(bucket)
@@ -205,16 +201,13 @@ def estimate(
         elif ring is not None and plan.is_on_disk(bucket.params[0]):
             disk.update(_disk_bytes(bucket, ring))
             host[STEP] += bucket.buffers[STEP][0].nbytes
+            gpu[GRADIENTS] += 0 if rests else _weight_bytes(bucket)
             on_disk.append(bucket)
-            if plan.rests(bucket.params[0]):
-                at_rest.append(bucket)
-            else:
-                gpu[GRADIENTS] += _weight_bytes(bucket)
         else:
             host.update(_state_bytes(bucket))
-            (at_rest if plan.rests(bucket.params[0]) else buckets).append(bucket)
+            (kept if rests else buckets).append(bucket)
     if durable and ring is not None:
-        _add_commits(disk, gpu[WEIGHTS], [*kept, *buckets])
+        _add_commits(disk, gpu[WEIGHTS] + host[AT_REST], [*kept, *buckets])
     gradients = list(map(_weight_bytes, buckets))
     largest = max(gradients, default=0)
     gpu[GRADIENTS] += largest if free_grads else sum(gradients)
@@ -222,7 +215,8 @@ def estimate(
         summed = [p for bucket in (*buckets, *on_disk) for p in bucket.params]
         host[SUMS] = sum(4 * local(p).numel() for p in summed)
         largest = max((local(p).nbytes for p in summed), default=0)  # each leaves by itself
-    there, host[GRADIENTS] = plan.bytes_there(), sum(map(_weight_bytes, at_rest))
+    there, at_rest = plan.bytes_there(), [b for b in (*kept, *on_disk) if plan.rests(b.params[0])]
+    host[GRADIENTS] = sum(map(_weight_bytes, at_rest))
     memory = _shared(sum(host.values()), largest, memory_budget, share + there)
     host[GRADIENTS] += largest if free_grads else min(sum(gradients), memory.gradients or 0)
     host[SHADOW] = _shadow_bytes(buckets, memory.shadow)
@@ -426,6 +420,19 @@ def _buckets(host_optimizer: HostOptimizer, table: ParamTable[Any]) -> Iterator[
             for part in table.cut(members):
                 dtypes = dtypes_of(host_optimizer, group, dtype)
                 yield Bucket(part, dtypes, host_optimizer.spec.signed)
+
+
+def _add_weights(
+    gpu: Counter[str], host: Counter[str], plan: _Plan, host_optimizer: HostOptimizer
+) -> None:
+    """Add weights where they are, and copies of them."""
+    for params in _group_params(host_optimizer):
+        for param in params:
+            if plan.rests(param):
+                host[AT_REST] += local(param).nbytes
+            else:
+                gpu[WEIGHTS] += local(param).nbytes
+        host[WEIGHTS] += host_bytes([local(p) for p in params if plan.copies(p)])
 
 
 def _state_bytes(bucket: Bucket) -> Counter[str]:

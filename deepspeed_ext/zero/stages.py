@@ -169,27 +169,21 @@ def shard(
             )
         if stage == 0:
             mesh = _only_replicas(mesh)
-        policy = OffloadPolicy()
-        if offload is not None:
-            policy = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda")
+        place: dict[str, Any] = {"mesh": mesh, "offload_policy": _policy(offload, mesh)}
         inner = MixedPrecisionPolicy(param_dtype, reduce_dtype)
         outer = MixedPrecisionPolicy(param_dtype, reduce_dtype, output_dtype)
         of_model = set(groups[""])
         beside = how_to_shard(experts, stage)
         for name, block in reversed(found.items()):  # those inside of others first
             options: dict[str, Any] = {
-                "mesh": mesh,
                 "mp_policy": inner,
                 "reshard_after_forward": stage == 3,
-                "offload_policy": policy,
                 "ignored_params": of_model & set(block.parameters()),
             }
-            fully_shard(block, **options | beside.get(name, {}))
-        sharded = fully_shard(
-            model, mesh=mesh, mp_policy=outer, reshard_after_forward=False, offload_policy=policy
-        )
-        for param in model.parameters() if offload is not None else ():
-            vars(param)[RESTS] = True
+            fully_shard(block, **place | options | beside.get(name, {}))
+        sharded = fully_shard(model, mp_policy=outer, reshard_after_forward=False, **place)
+        if offload is not None:
+            _let_rest(model)
         if reduce_unused:
             sharded.set_reduce_scatter_unused_params(True)
         names, has_experts = tuple(found), bool(experts)
@@ -208,6 +202,19 @@ def _check_offload(offload: object, stage: int) -> None:
             f'{_OP}: offload is "cpu" in stage {stage}, expected stage 3, as the others keep whole'
             " weights on the device from forward to backward"
         )
+
+
+def _policy(offload: str | None, mesh: DeviceMesh) -> OffloadPolicy:
+    """Return where shards rest, as fully_shard takes it."""
+    if offload is None:
+        return OffloadPolicy()
+    return CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda")
+
+
+def _let_rest(model: nn.Module) -> None:
+    """Let optimizers know of shards in host memory, also where all compute there."""
+    for param in model.parameters():
+        vars(param)[RESTS] = True
 
 
 def _check_model(model: nn.Module) -> None:

@@ -53,7 +53,7 @@ def test_what_is_wrong_with_a_gradient_is_raised_by_step():
     give(params, 0)
     params[1].grad_dtype = None
     params[1].grad = params[1].grad.double()
-    with pytest.raises(ValueError, match="gradient of params.1. is torch.float64"):
+    with pytest.raises(ValueError, match=r"gradient of params\[1\] is torch.float64"):
         ours.step()
     for optimizer, each in ((ours, params), (plain, twins)):
         optimizer.load_state_dict({"state": {}, "param_groups": plain.state_dict()["param_groups"]})
