@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import DTensor
 
+RESTS = "_deepspeed_ext_rests"  # the attribute of a shard that zero.shard lets rest in host memory
+
 
 def is_dtensor(tensor: Tensor) -> "TypeGuard[DTensor]":
     """Return whether this is a DTensor, without importing what only they need."""
@@ -33,6 +35,20 @@ def local(tensor: Tensor) -> Tensor:
     The tensor itself, not a view: FSDP2 may put another one in its place between two steps.
     """
     return part_of(tensor) if is_dtensor(tensor) else tensor
+
+
+def rests_on_host(param: Tensor) -> bool:
+    """Return whether a parameter is a shard that rests in host memory, to be stepped there.
+
+    As shards of FSDP2's CPUOffloadPolicy do, which come to the device of their mesh to be used.
+    Where that is the CPU, those that have the mark `RESTS`; parts on meta rest there later.
+    """
+    if not is_dtensor(param):
+        return False
+    where = part_of(param).device.type
+    if RESTS in vars(param):
+        return where in ("cpu", "meta")
+    return where == "cpu" and param.device_mesh.device_type != "cpu"
 
 
 def spread(part: Tensor, param: "DTensor") -> "DTensor":
@@ -56,6 +72,14 @@ def same_layout(value: "DTensor", param: "DTensor") -> bool:
     return value.device_mesh == param.device_mesh and value.placements == param.placements
 
 
+def full(value: "DTensor") -> Tensor:
+    """Return the whole of a DTensor where its mesh computes, also if parts are in host memory.
+
+    All processes call it.
+    """
+    return _on_mesh_device(value).full_tensor()
+
+
 def part_for(value: Tensor, param: Tensor) -> Tensor:
     """Return the elements of a value that belong to what this process holds of a parameter.
 
@@ -67,14 +91,14 @@ def part_for(value: Tensor, param: Tensor) -> Tensor:
         param: a DTensor, or a plain tensor.
     """
     if not is_dtensor(param):
-        return _on_mesh_device(value).full_tensor() if is_dtensor(value) else value
+        return full(value) if is_dtensor(value) else value
     if is_dtensor(value):
         if same_layout(value, param):
             return part_of(value)
         if value.device_mesh == param.device_mesh:
             value = _on_mesh_device(value)
             return part_of(value.redistribute(param.device_mesh, param.placements))
-        value = _on_mesh_device(value).full_tensor()
+        value = full(value)
     from torch.distributed.tensor import distribute_tensor
 
     mesh, placements = param.device_mesh, param.placements

@@ -75,7 +75,7 @@ ROOMS = {  # inside of a package, likewise; its __init__ may import all
         ("arriving", "copies", "host_optimizer", "sent_gradients", "host_tensors", "streamed"),
         ("copying", "hooks", "memory"),
         ("seals", "worker"),
-        ("host_gradients",),
+        ("host_gradients", "in_place"),
         ("param_table",),
         ("changes", "gradient_intake", "gradient_sources"),
         ("bucket",),

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from deepspeed_ext.dtensors import is_dtensor
+from deepspeed_ext.dtensors import full, is_dtensor
 
 logger = logging.getLogger("deepspeed_ext")
 _orig_torch_arange = torch.arange  # of a library that puts it back
@@ -104,7 +104,7 @@ def clone_tensors_for_torch_save(item: Any, device: Any = "cpu") -> Any:
 
     def copied(tensor: Tensor) -> Tensor:
         whole = tensor.detach()
-        whole = whole.full_tensor() if is_dtensor(whole) else whole
+        whole = full(whole) if is_dtensor(whole) else whole
         return whole.to(device, copy=True)
 
     return _mapped(item, copied)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from deepspeed_ext.compat.engine import optimizer_of
-from deepspeed_ext.dtensors import is_dtensor, local, part_for, spread
+from deepspeed_ext.dtensors import full, is_dtensor, local, part_for, spread
 
 
 def safe_get_full_fp32_param(param: Tensor) -> Tensor | None:
@@ -107,8 +107,9 @@ def _entry(param: Tensor, key: str) -> Tensor | None:
 def _whole(tensor: Tensor | None) -> Tensor | None:
     if tensor is None:
         return None
-    whole = tensor.full_tensor() if is_dtensor(tensor) else tensor
-    return whole.detach().to(torch.float32, copy=True)
+    tensor = tensor.detach()  # of a shard that is shown whole, that
+    whole = full(tensor) if is_dtensor(tensor) else tensor
+    return whole.to(torch.float32, copy=True)
 
 
 def _part(tensor: Tensor | None) -> Tensor | None:

@@ -186,6 +186,11 @@ def _is_decoupled(name: str, options: Mapping[str, Any]) -> bool:
     return bool(options.get("adam_w_mode", True)) or name.lower() == "adamw"
 
 
+def steps_in_host(name: str) -> bool:
+    """Tell whether OffloadOptimizer takes the optimizer of this name in a config."""
+    return _BY_NAME.get(name.lower(), (None,))[-1] is not None
+
+
 def schedule_class(op: str, block: Scheduler) -> Any:
     """Return the class of a schedule, whose options are names of its arguments.
 

@@ -35,6 +35,12 @@ class Config(Root):
         return self.bf16.enabled and self.bf16.bf16_master_weights_and_grads
 
     @property
+    def offloads_params(self) -> bool:
+        """Whether parameters rest in host memory, where they are stepped."""
+        zero = self.zero_optimization
+        return zero.stage == 3 and zero.offload_param.device == "cpu"
+
+    @property
     def state_dtype(self) -> Dtype | None:
         """Of the state of the optimizer that the config names; None: as its class has it."""
         if not (self.low_precision and self.bf16.bf16_optimizer_states):
@@ -187,9 +193,15 @@ class Examined:
         self._warn_of_other_patterns(config)
         zero = config.zero_optimization
         streamed = refusals.STREAMED
-        if streamed.asks(zero.offload_param.device):
+        if zero.offload_param.device != "none":
             path = self.found.paths.get(streamed.key, "zero_optimization.cpu_offload_params")
-            if zero.stage == 3:
+            if zero.stage == 3 and not streamed.asks(zero.offload_param.device):
+                if zero.offload_optimizer.ratio < 1:
+                    path = self.found.paths["zero_optimization.offload_optimizer.ratio"]
+                    self.found.warnings.append(
+                        f"config: {path} acts nowhere: parameters rest in host memory"
+                    )
+            elif zero.stage == 3:
                 problems.append(
                     f"config: {path} is {shown(zero.offload_param.device)}, expected"
                     f" {streamed.expected}; {streamed.instead}"

@@ -67,6 +67,8 @@ def needs_of(config: Config, weights: Described, processes: int) -> Needs:
     All weights are taken to be trained, and the blocks of stage 3 to be those that have a number in
     their name. Processes hold as many rows as the one that has most.
 
+    Weights that rest in host memory have gradients and state there, too.
+
     Args:
         config: that was read.
         weights: by name, on meta.
@@ -99,21 +101,21 @@ def _kept(config: Config, params: list[nn.Parameter]) -> Needs:
     weights = sum(param.nbytes for param in params)
     block, needs = config.optimizer, Needs(Counter({WEIGHTS: weights}))
     if block is None:
-        return needs
-    offload = config.zero_optimization.offload_optimizer
+        return Needs(host=needs.gpu) if config.offloads_params else needs
+    offload, rests = config.zero_optimization.offload_optimizer, config.offloads_params
     offloads = offload.device == "cpu"
     named = Named(OP, block.type, block.params, "cpu", offloads, config.state_dtype)
     tried = named.tried([{"params": params}])
     if offloads:
-        found = named.estimated(params, 1 - offload.ratio)
+        found = named.estimated(params, 1 if rests else 1 - offload.ratio)
         needs.gpu, needs.host = Counter(found.gpu), Counter(found.host)
-        return needs
+        return Needs(host=needs.gpu + needs.host) if rests else needs
     needs.gpu[GRADIENTS] = weights
     for dtype in {param.dtype for param in params}:
         elements = sum(param.numel() for param in params if param.dtype == dtype)
         for key, size in _state_of_an_element(tried, dtype).items():
             needs.gpu[key] += math.ceil(elements * size)
-    return needs
+    return Needs(host=needs.gpu) if rests else needs
 
 
 def _state_of_an_element(tried: torch.optim.Optimizer, dtype: torch.dtype) -> dict[str, float]:

@@ -186,8 +186,8 @@ REFUSALS = (
 )
 STREAMED = Refusal(  # asked only in stage 3
     f"{_ZERO}offload_param.device",
-    _is_one_of("cpu", "nvme"),
-    '"none" in stage 3',
-    "streamed parameters are not here yet; use offload_optimizer, or stage 2",
+    _is_one_of("nvme"),
+    '"cpu" or "none" in stage 3',
+    "parameters on NVMe are not here; state may be there, by offload_optimizer",
 )
 OF = {row.key: tuple(each for each in REFUSALS if each.key == row.key) for row in REFUSALS}

@@ -158,6 +158,7 @@ def _shard(model: nn.Module, config: Config, mesh: DeviceMesh) -> None:
         param_dtype=used if is_mixed else None,
         reduce_dtype=reduce_dtype or (torch.float32 if has_masters else None),
         reduce_unused=reduce_unused,
+        offload="cpu" if config.offloads_params else None,
     )
     if has_masters:
         _round(model, used)

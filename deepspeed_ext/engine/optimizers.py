@@ -81,8 +81,16 @@ def _each(params: object) -> Iterable[Tensor]:
     return [p[1] if isinstance(p, tuple) else p for p in params]  # type: ignore[attr-defined]
 
 
-def check_given(optimizer: torch.optim.Optimizer, renamed: Renamed, offloads: bool) -> None:
+def check_given(
+    optimizer: torch.optim.Optimizer, renamed: Renamed, offloads: bool, rests: bool
+) -> None:
     """Refuse an optimizer of the user that cannot step shards, before anything is sharded.
+
+    Args:
+        optimizer: of the user.
+        renamed: knows the parameters.
+        offloads: OffloadOptimizer is to stand in for it.
+        rests: shards rest in host memory.
 
     Raises:
         ValueError: it has stepped, knows its parameters by more than their groups, has others than
@@ -97,8 +105,14 @@ def check_given(optimizer: torch.optim.Optimizer, renamed: Renamed, offloads: bo
     for group in optimizer.param_groups:
         for param in group["params"]:
             renamed.name_of(param, "optimizer")
+    spec = optimizer.spec if isinstance(optimizer, FlatStateOptimizer) else None
     if offloads:
         _in_host(optimizer)
+    elif rests and spec is not None and "cpu" not in spec.devices:
+        raise ValueError(
+            f"{_OP}: optimizer is a {type(optimizer).__name__} with offload_param, expected one"
+            f" that steps in host memory, such as {spec.elsewhere.get('cpu')}"
+        )
 
 
 def placed(

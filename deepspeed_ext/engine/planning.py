@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from deepspeed_ext.config import BatchSizes, Config
-from deepspeed_ext.config.classes import Named, schedule_of
+from deepspeed_ext.config.classes import Named, schedule_of, steps_in_host
 from deepspeed_ext.config.kinds import thawed
 from deepspeed_ext.config.tree import OffloadOptimizer
 from deepspeed_ext.engine.compiling import checked_kwargs
@@ -71,15 +71,19 @@ class Plan:
         is_stepped = optimizer is not None or config.optimizer is not None
         self._groups = self._renamed.checked_groups(params, is_stepped)
         self._offload: Mapping[str, Any] | None = None
+        self._rests = config.offloads_params
         block = config.zero_optimization.offload_optimizer
         if block.device != "none":
             self._offload = {"model": model, "gpu_fraction": 1 - block.ratio, **_place(block)}
         self._named: Named | None = None
         if optimizer is None and config.optimizer is not None:
             named = config.optimizer
+            if self._rests and self._offload is None and steps_in_host(named.type):
+                self._offload = {"model": model}
+            device = "cpu" if self._rests else mesh.device_type
             offloads = self._offload is not None
             self._named = Named(
-                *(_OP, named.type, named.params, mesh.device_type, offloads, config.state_dtype)
+                *(_OP, named.type, named.params, device, offloads, config.state_dtype)
             )
         self._try()
 
@@ -92,7 +96,7 @@ class Plan:
                 " optimizer of the config"
             )
         if isinstance(self._given, Optimizer):
-            check_given(self._given, self._renamed, self._offload is not None)
+            check_given(self._given, self._renamed, self._offload is not None, self._rests)
             tried = self._given
         elif self._named is not None:
             tried = self._named.tried(self._groups)

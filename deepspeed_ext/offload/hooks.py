@@ -7,13 +7,13 @@ import sys
 import weakref
 from collections.abc import Callable, Iterable
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 from torch.nn.parameter import is_lazy
 
-from deepspeed_ext.dtensors import is_dtensor
+from deepspeed_ext.dtensors import is_dtensor, rests_on_host
 from deepspeed_ext.offload.streamed import Take, home_of
 from deepspeed_ext.torch_internals.compiler import untraced
 from deepspeed_ext.torch_internals.modules import is_compiled, is_compiled_in_place
@@ -25,6 +25,16 @@ _WITH_FAST_PATHS = (
     torch.nn.TransformerEncoder,
     torch.nn.TransformerEncoderLayer,
 )
+
+
+class Told(Protocol):
+    """Who is told of gradients; see pipeline.Pipeline."""
+
+    def note_gradient(self, param: Tensor) -> None:
+        """Take note of one that was accumulated."""
+
+    def take_gradient(self, param: Tensor, grad: Tensor) -> bool:
+        """Take one of a streamed parameter, if it can be taken."""
 
 
 class _Tell:
@@ -76,13 +86,24 @@ def _tell_nobody() -> _Tell:
     return _Tell(_Nobody().told)
 
 
-def follow_gradients(
+def watch(
     hooks: dict[Tensor, Remove],
     params: Iterable[Tensor],
-    tell: Callable[[Tensor], None],
-    take: Take | None,
+    told: Told,
+    free_grads: bool,
+    has_disk: bool,
 ) -> None:
-    """See that all parameters tell of their gradients, and no others; see `on_gradient`."""
+    """See that parameters tell of their gradients, those added or thawed since too.
+
+    Args:
+        hooks: of those that do; of those that are no longer there, they are removed.
+        params: all that there are.
+        told: of gradients.
+        free_grads: those of streamed parameters are taken from the device.
+        has_disk: all tell, as state comes from the disk meanwhile. Else those do not that rest in
+            host memory: nothing goes ahead, and FSDP2 would wait for each gradient to tell of it.
+    """
+    take = told.take_gradient if free_grads else None
     known = dict.fromkeys(params)
     for gone in hooks.keys() - known.keys():
         hooks.pop(gone)()
@@ -90,8 +111,9 @@ def follow_gradients(
         has_memory = not (is_lazy(param) or param.is_meta)
         # What swaps tensors, as FSDP2's `to` does, takes hooks away with the old one.
         watched = param in hooks and _is_watched(param)
-        if has_memory and not watched and param.requires_grad and param.is_leaf:
-            hooks[param] = on_gradient(param, tell, take)
+        is_wanted = has_memory and param.requires_grad and param.is_leaf and not watched
+        if is_wanted and (has_disk or not rests_on_host(param)):
+            hooks[param] = on_gradient(param, told.note_gradient, take)
 
 
 def on_gradient(param: Tensor, tell: Callable[[Tensor], None], take: Take | None) -> Remove:

@@ -62,12 +62,16 @@ class HostOptimizer(FlatStateOptimizer):
         """Return whether learning rates, and the gradients of these, are all 0."""
         return self._changes_nothing(params)
 
-    def step_whole(self, group: Group, bucket: Bucket, scaling: Scaling) -> None:
-        """Step a bucket that is kept on the device, by the gradients that its parameters have."""
-        work = self._gather(bucket)
-        if work is not None:
-            bucket.refresh_master_weights()
-            self._step_bucket(group, bucket, work, scaling)
+    def gathered(self, bucket: Bucket) -> BucketView | None:
+        """Return the step of a bucket where it is, by the gradients that its parameters have."""
+        return self._gather(bucket)
+
+    def step_gathered(
+        self, group: Group, bucket: Bucket, work: BucketView, scaling: Scaling
+    ) -> None:
+        """Take that step."""
+        bucket.refresh_master_weights()
+        self._step_bucket(group, bucket, work, scaling)
 
     def step_part(
         self, group: Group, work: BucketView, scaling: Scaling, out: Out | None = None

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from deepspeed_ext.dtensors import is_dtensor, least_over_meshes, local, spread
+from deepspeed_ext.dtensors import is_dtensor, least_over_meshes, local, rests_on_host, spread
 from deepspeed_ext.offload.host_optimizer import HostOptimizer, offloaded
 from deepspeed_ext.offload.host_tensors import host_bytes
 from deepspeed_ext.offload.memory import Memory
@@ -36,7 +36,7 @@ from deepspeed_ext.optim.plans import dtypes_of
 from deepspeed_ext.processors import local_processes
 
 WEIGHTS, GRADIENTS, SUMS, SHADOW = "weights", "gradients", "sums of gradients", "steps ahead"
-RING = "ring of pieces"
+RING, AT_REST = "ring of pieces", "weights at rest"
 CONTENTS, NEXT = "contents of a commit", "the next commit"
 _CONTENTS = 1 << 20  # bytes, about: the file grows if it takes more
 _ADVICE = "compact state takes less: state_dtype=torch.uint8, master='remainder'"
@@ -55,14 +55,16 @@ class Estimate:
             that are stepped there by its key.
         disk: bytes on disk, by state key; where it is durable also of weights, the description of
             a commit, and as much again for the next one.
-        host: bytes of host memory by kind: copies of weights, gradients on their way, at the most,
-            with free_grads also "sums of gradients", state by its key, and "steps ahead": the
+        host: bytes of host memory by kind: "weights at rest", of parameters that are there, and
+            copies of other weights; gradients, of the former, and on their way, at the most; with
+            free_grads also "sums of gradients", state by its key, and "steps ahead": the
             shadow buffers of speculative steps, which are made only while there is room.
         memory: most bytes for gradients and shadow buffers.
         memory_budget: as it was given; with state on disk, else what there is for it.
         available: bytes of host memory that were to be had.
         ring: the memory by which state on disk comes and goes; None: none is there.
         on_disk: numbers of the parameters whose state is.
+        there: bytes of host memory that are in use already.
     """
 
     title: str
@@ -75,6 +77,7 @@ class Estimate:
     disk: Mapping[str, int] = field(default_factory=dict)
     ring: RingRoom | None = None
     on_disk: frozenset[int] = frozenset()
+    there: int = 0
 
     @property
     def disk_bytes(self) -> int:
@@ -93,8 +96,8 @@ class Estimate:
 
     @property
     def needed_bytes(self) -> int:
-        """Bytes of host memory without which it does not work: all but shadow buffers."""
-        return self.host_bytes - self.host[SHADOW]
+        """Bytes of host memory to be had, or it does not work: all but shadow buffers."""
+        return self.host_bytes - self.host[SHADOW] - self.there
 
     def check(self, name: str) -> None:
         """Refuse what cannot work.
@@ -106,7 +109,7 @@ class Estimate:
             ValueError: the budget does not hold weights and state.
             MemoryError: there is not so much host memory.
         """
-        kept = self.needed_bytes - self.host[GRADIENTS]
+        kept = self.needed_bytes + self.there - self.host[GRADIENTS]
         if self.memory_budget is not None and self.memory_budget < kept:
             raise ValueError(
                 f"{name}: memory_budget is {self.memory_budget}, expected at least {kept} for"
@@ -182,20 +185,17 @@ def estimate(
     available = free_memory()
     share = available // local_processes()
     ring = None
-    if device == "nvme":
-        assert memory_budget is not None
+    if device == "nvme" and memory_budget is not None:
         ring = plan.put_on_disk(host_optimizer, memory_budget, nvme_fraction, free_grads)
     gpu: Counter[str] = Counter({WEIGHTS: 0, GRADIENTS: 0})
     disk: Counter[str] = Counter()
     host: Counter[str] = Counter({WEIGHTS: 0, GRADIENTS: 0})
-    for params in _group_params(host_optimizer):
-        bare = [p for p in params if home_of(p) is None]  # others are in host memory already
-        gpu[WEIGHTS] += sum(local(p).nbytes for p in bare)
-        host[WEIGHTS] += host_bytes([local(p) for p in bare if plan.copies(p)])
+    _add_weights(gpu, host, plan, host_optimizer)
     if ring is not None:
         host[RING] = ring.nbytes
-    buckets, on_disk, kept = [], [], []
+    buckets, on_disk, kept = list[Bucket](), list[Bucket](), list[Bucket]()
     for bucket in _buckets(host_optimizer, plan.table):
+        rests = plan.rests(bucket.params[0])
         if plan.keeps_on_device(bucket.params[0]):
             gpu.update(_state_bytes(bucket))
             gpu[GRADIENTS] += _weight_bytes(bucket)
@@ -203,13 +203,13 @@ def estimate(
         elif ring is not None and plan.is_on_disk(bucket.params[0]):
             disk.update(_disk_bytes(bucket, ring))
             host[STEP] += bucket.buffers[STEP][0].nbytes
-            gpu[GRADIENTS] += _weight_bytes(bucket)
+            gpu[GRADIENTS] += 0 if rests else _weight_bytes(bucket)
             on_disk.append(bucket)
         else:
             host.update(_state_bytes(bucket))
-            buckets.append(bucket)
+            (kept if rests else buckets).append(bucket)
     if durable and ring is not None:
-        _add_commits(disk, gpu[WEIGHTS], [*kept, *buckets])
+        _add_commits(disk, gpu[WEIGHTS] + host[AT_REST], [*kept, *buckets])
     gradients = list(map(_weight_bytes, buckets))
     largest = max(gradients, default=0)
     gpu[GRADIENTS] += largest if free_grads else sum(gradients)
@@ -217,8 +217,10 @@ def estimate(
         summed = [p for bucket in (*buckets, *on_disk) for p in bucket.params]
         host[SUMS] = sum(local(p).numel() * sum_width(p) for p in summed)
         largest = max((local(p).nbytes for p in summed), default=0)  # each leaves by itself
-    memory = _shared(sum(host.values()), largest, memory_budget, share)
-    host[GRADIENTS] = largest if free_grads else min(sum(gradients), memory.gradients or 0)
+    there, at_rest = plan.bytes_there(), [b for b in (*kept, *on_disk) if plan.rests(b.params[0])]
+    host[GRADIENTS] = sum(map(_weight_bytes, at_rest))
+    memory = _shared(sum(host.values()), largest, memory_budget, share + there)
+    host[GRADIENTS] += largest if free_grads else min(sum(gradients), memory.gradients or 0)
     host[SHADOW] = _shadow_bytes(buckets, memory.shadow)
     return Estimate(
         f"OffloadOptimizer of {optimizer_class.__name__}",
@@ -231,6 +233,7 @@ def estimate(
         dict(disk),
         ring,
         plan.numbers_on_disk(),
+        there,
     )
 
 
@@ -289,6 +292,7 @@ class _Plan:
         params = [param for item in made for param in _params_of(item)]
         chosen, _ = kept_on_device(params, self._fraction * sum(param.nbytes for param in params))
         for param, is_kept in zip(params, chosen, strict=True):
+            is_kept = is_kept and not self.rests(param)
             self.table.add(param if is_kept else self._made[param], param)
         return iter(made)
 
@@ -343,7 +347,16 @@ class _Plan:
 
     def copies(self, param: Tensor) -> bool:
         """Return whether a parameter has a copy in host memory."""
-        return not (self.keeps_on_device(param) or self.is_on_disk(param))
+        return not (self.keeps_on_device(param) or self.is_on_disk(param) or self.rests(param))
+
+    def rests(self, param: Tensor) -> bool:
+        """Return whether a parameter rests in host memory."""
+        return rests_on_host(self._made[param])
+
+    def bytes_there(self) -> int:
+        """Return the bytes of those that do."""
+        owners = filter(rests_on_host, self._made.values())
+        return sum(local(owner).nbytes for owner in owners if not owner.is_meta)
 
     def is_on_disk(self, param: Tensor) -> bool:
         """Return whether the state of a parameter rests on disk."""
@@ -410,6 +423,20 @@ def _buckets(host_optimizer: HostOptimizer, table: ParamTable[Any]) -> Iterator[
             for part in table.cut(members):
                 dtypes = dtypes_of(host_optimizer, group, dtype)
                 yield Bucket(part, dtypes, host_optimizer.spec.signed)
+
+
+def _add_weights(
+    gpu: Counter[str], host: Counter[str], plan: _Plan, host_optimizer: HostOptimizer
+) -> None:
+    """Add weights where they are, and copies of them."""
+    for params in _group_params(host_optimizer):
+        for param in params:
+            if plan.rests(param):
+                host[AT_REST] += local(param).nbytes
+            elif home_of(param) is None:  # else it is streamed, and in host memory already
+                gpu[WEIGHTS] += local(param).nbytes
+        copied = [local(p) for p in params if plan.copies(p) and home_of(p) is None]
+        host[WEIGHTS] += host_bytes(copied)
 
 
 def _state_bytes(bucket: Bucket) -> Counter[str]:

@@ -10,17 +10,12 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
+from deepspeed_ext.dtensors import rests_on_host
 from deepspeed_ext.offload.bucket_states import OffloadedBucket
 from deepspeed_ext.offload.copies import Recorder
 from deepspeed_ext.offload.copying import copied, rebuilt
 from deepspeed_ext.offload.disk import Disk, commit, folder_of, restore_options, turn
-from deepspeed_ext.offload.hooks import (
-    Remove,
-    before_forward,
-    check_model,
-    follow_gradients,
-    let_go,
-)
+from deepspeed_ext.offload.hooks import Remove, before_forward, check_model, let_go, watch
 from deepspeed_ext.offload.host_optimizer import offloaded
 from deepspeed_ext.offload.memory_estimate import (
     bytes_of,
@@ -69,6 +64,10 @@ class OffloadOptimizer(torch.optim.Optimizer):
     Not seen is what others still write to gradients and weights while step() is called, such as a
     collective that nobody has waited for.
 
+    Shards that rest in host memory, by `zero.shard(..., offload="cpu")` or FSDP2's
+    CPUOffloadPolicy, are stepped there, by all threads, in step(), without copies; so are those
+    that gpu_fraction keeps, on their device. Of these all is as the optimizer class has it.
+
     Args:
         params: float32, bfloat16 or float16 tensors on the CPU or on CUDA, DTensors among them; or
             groups, or (name, parameter) pairs.
@@ -108,7 +107,8 @@ class OffloadOptimizer(torch.optim.Optimizer):
             gradient after it has left is lost; where a process group is there, as DDP does that,
             only DTensors leave before step(). False: they stay on the device, as in torch.
         gpu_fraction: this share of the bytes of parameters, the first ones, is kept on the device:
-            it is stepped there, and has its state there; from 0 to 1.
+            it is stepped there, and has its state there; from 0 to 1. What rests in host memory
+            stays there.
         threads: that step in host memory. None: one on each processor that this process may use;
             processes that torchrun has started divide those of their host, and keep to their part.
             Fewer if torch.get_num_threads() is less, but for the 1 that torchrun sets. See
@@ -216,13 +216,13 @@ class OffloadOptimizer(torch.optim.Optimizer):
         check_once(self, group["params"])
         kept, self._bytes_to_keep = kept_on_device(group["params"], self._bytes_to_keep)
         both = zip(group["params"], kept, strict=True)
-        table.keep_on_device(param for param, is_kept in both if is_kept)
+        table.keep_on_device(p for p, is_kept in both if is_kept and not rests_on_host(p))
         return {**group, "params": table.copies_of(group["params"])}
 
     def _watch(self) -> None:
         """See that all parameters tell of their gradients, those added or thawed since too."""
-        take = self._pipeline.take_gradient if self._settings["free_grads"] else None
-        follow_gradients(self._hooks, self._params(), self._pipeline.note_gradient, take)
+        freed, has_disk = self._settings["free_grads"], self._disk is not None
+        watch(self._hooks, self._params(), self._pipeline, freed, has_disk)
 
     def _take_options(self, first: int = 0) -> None:
         """Give groups, from one on, the options that those in host memory have."""

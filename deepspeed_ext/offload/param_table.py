@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn.parameter import is_lazy
 
-from deepspeed_ext.dtensors import local
+from deepspeed_ext.dtensors import local, rests_on_host
 from deepspeed_ext.offload.host_gradients import Sum
 from deepspeed_ext.offload.host_tensors import host_copies, untouched_copy
 from deepspeed_ext.offload.streamed import are_apart, at_rest, home_of
@@ -83,11 +83,15 @@ class Row(Generic[B]):
 
     def lacks_copy(self) -> bool:
         """Return whether a parameter is to have a copy, and has memory to copy by now."""
-        if self.is_copied or self.is_kept_on_device:
+        if self.is_copied or self.is_kept_on_device or self.rests_in_memory():
             return False
         param = self.param
         has_memory = not is_lazy(param) and local(param).device.type in ("cpu", "cuda")
         return has_memory and is_dense(local(param))
+
+    def rests_in_memory(self) -> bool:
+        """Return whether a parameter is in host memory, and its state is: a copy is for nothing."""
+        return not self.is_on_disk and rests_on_host(self.param)
 
     def has_new_look(self) -> bool:
         """Return whether the copy does not fit the parameter as it is now, and remember that."""

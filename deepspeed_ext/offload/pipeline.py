@@ -22,8 +22,9 @@ from deepspeed_ext.offload.gradient_sources import (
     is_plain,
 )
 from deepspeed_ext.offload.hooks import is_final_in_hook
-from deepspeed_ext.offload.host_optimizer import HostOptimizer, options_of, scaling_of
+from deepspeed_ext.offload.host_optimizer import HostOptimizer, options_of
 from deepspeed_ext.offload.host_tensors import host_memory
+from deepspeed_ext.offload.in_place import StepsInPlace
 from deepspeed_ext.offload.memory import Memory
 from deepspeed_ext.offload.param_table import ParamTable, Row
 from deepspeed_ext.offload.tiers.disk_state import DiskState
@@ -70,7 +71,7 @@ class Pipeline:
         self._intake = Intake(self.worker, memory)
         self._streams = self._intake.streams
         self._buckets: list[OffloadedBucket] = []
-        self._kept_on_device: list[tuple[int, Bucket]] = []  # and the number of its group
+        self._in_place = StepsInPlace(host_optimizer, self.worker)
         self._known: list[Bucket] = []  # of the host optimizer, that the former are for
         self._lock = threading.RLock()  # autograd has threads of its own
         self._divisor = 1.0  # which the next step will divide by, if it is like the last one
@@ -236,7 +237,7 @@ class Pipeline:
         sealed = {b: asked for b in self._buckets if (asked := b.gradients.question())}
         stepped = [b for b in self._buckets if any(g is not None for g in b.gradients.current())]
         sent = {b: asked for b in stepped if (asked := b.of_weights())}
-        kept = [bucket for _, bucket in self._kept_on_device]
+        kept = [bucket for _, bucket in self._in_place.buckets]
         questions = [*sealed.values(), *sent.values()]
         decision = decide(scaling, max_norm, self._buckets, kept, questions)
         for bucket, differs in zip(sealed, decision.answers, strict=False):
@@ -247,11 +248,9 @@ class Pipeline:
 
     def _queue(self, divisor: float, after: Events) -> None:
         """Queue the step of all that has gradients."""
-        left, has_begun = list(self._buckets), bool(self._kept_on_device)
+        left, has_begun = list(self._buckets), bool(self._in_place.buckets)
         try:
-            for group, kept in self._kept_on_device:
-                options = self.host_optimizer.param_groups[group]
-                self.host_optimizer.step_whole(options, kept, scaling_of(divisor))
+            self._in_place.step(divisor)
             while left:  # by place
                 self._take_rest(left[0])
                 has_begun = has_begun or left[0].has_taken
@@ -342,7 +341,7 @@ class Pipeline:
             **{name: self.counts[name] for name in names},
             "bytes_out": self._intake.bytes_out + sum(b.gradients.bytes_out for b in self._buckets),
             "bytes_back": sum(bucket.bytes_back for bucket in self._buckets),
-            "step_seconds": sum(bucket.seconds for bucket in self._buckets),
+            "step_seconds": self._in_place.seconds + sum(b.seconds for b in self._buckets),
             "threads": self.worker.threads,
             "processors": sorted(self.worker.share.processors),
             **({} if self.ring is None else self.ring.stats()),
@@ -352,6 +351,7 @@ class Pipeline:
         """Tell a recorder of copies, transfers and steps from now on; None ends that."""
         for streams in self._streams.values():
             streams.recorder = recorder
+        self._in_place.recorder = recorder
         if self.ring is not None:
             self.ring.records.record(recorder)
 
@@ -429,7 +429,7 @@ class Pipeline:
         stepped = [row.copy for row in rows if row.param.grad is not None or row.has_sum]
         self.host_optimizer.give_state(stepped)
         are_there = all(bucket.is_on_device() for bucket in self._buckets)
-        if not are_there or not all(bucket.fits() for _, bucket in self._kept_on_device):
+        if not are_there or not all(bucket.fits() for _, bucket in self._in_place.buckets):
             self.host_optimizer.forget_buckets()
         self.follow_buckets()
 
@@ -443,11 +443,11 @@ class Pipeline:
             made.discard()
         for row in self.table:
             row.bucket = None
-        self._kept_on_device, self._buckets = [], []
+        self._in_place.buckets, self._buckets = [], []
         for group, bucket in found:
             rows = list(map(self.table.of_copy, bucket.params))
             if not rows[0].is_copied:
-                self._kept_on_device.append((group, bucket))
+                self._in_place.buckets.append((group, bucket))
                 continue
             made = self._made(group, bucket, rows)
             self._buckets.append(made)
@@ -470,7 +470,7 @@ class Pipeline:
         self.ring.settle()
         for made in self._buckets:
             made.discard()
-        self._buckets, self._kept_on_device, self._known = [], [], []
+        self._buckets, self._in_place.buckets, self._known = [], [], []
         self.ring.follow([])
 
     def _made(

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from deepspeed_ext.dtensors import is_dtensor, local, part_for
+from deepspeed_ext.dtensors import full, is_dtensor, local, part_for
 from deepspeed_ext.torch_internals.dispatch import is_in_backward
 from deepspeed_ext.torch_internals.fully_shard import call_whole, is_in_forward, shards_of
 from deepspeed_ext.torch_internals.modules import parameters_of
@@ -361,10 +361,10 @@ def _full(param: Tensor, dtype: torch.dtype | None) -> Tensor:
     """Return the whole of a parameter in memory of its own, floating-point ones in a dtype."""
     if not is_dtensor(param):
         return show(param)  # type: ignore[arg-type]
-    full: Tensor = param.full_tensor().detach()
-    same = full.untyped_storage().data_ptr() == local(param).untyped_storage().data_ptr()
-    is_cast = dtype is not None and full.is_floating_point()
-    return full.to(dtype if is_cast else full.dtype, copy=same)
+    whole = full(param).detach()
+    same = whole.untyped_storage().data_ptr() == local(param).untyped_storage().data_ptr()
+    is_cast = dtype is not None and whole.is_floating_point()
+    return whole.to(dtype if is_cast else whole.dtype, copy=same)
 
 
 def _spread(whole: Tensor, param: DTensor, rank: int) -> None:

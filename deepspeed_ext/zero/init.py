@@ -146,7 +146,8 @@ class Init:
 
 
 def _keep(whole: Tensor, tensor: Tensor, *, is_again: bool = False) -> None:
-    part, kept = part_for(whole, tensor), local(tensor)
+    kept = local(tensor)
+    part = part_for(whole, tensor).to(kept.device)
     kept.copy_(torch.where(is_untouched(part), kept, part) if is_again else part)
 
 

@@ -5,7 +5,7 @@ import ctypes
 import torch
 from torch import Tensor, nn
 
-from deepspeed_ext.dtensors import is_dtensor, spread
+from deepspeed_ext.dtensors import RESTS, is_dtensor, rests_on_host, spread
 from deepspeed_ext.torch_internals.tensors import part_of
 
 _WORTH_IT = 1 << 20  # bytes
@@ -16,8 +16,9 @@ def allocate(tensor: Tensor, device: torch.device) -> None:
 
     Args:
         tensor: on meta.
-        device: where to.
+        device: where to; what rests in host memory goes there.
     """
+    device = torch.device("cpu") if rests_on_host(tensor) else device
     put(tensor, torch.empty_like(part_of(tensor) if is_dtensor(tensor) else tensor, device=device))
 
 
@@ -31,6 +32,8 @@ def put(tensor: Tensor, part: Tensor) -> None:
     made: Tensor = spread(part, tensor) if is_dtensor(tensor) else part
     if isinstance(tensor, nn.Parameter):
         made = nn.Parameter(made, requires_grad=tensor.requires_grad)
+    if RESTS in vars(tensor):
+        vars(made)[RESTS] = True
     torch.utils.swap_tensors(tensor, made)
 
 

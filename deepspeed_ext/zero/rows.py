@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from deepspeed_ext.dtensors import local, part_for, spread
+from deepspeed_ext.dtensors import local, part_for, rests_on_host, spread
 from deepspeed_ext.torch_internals.modules import parameters_of
 from deepspeed_ext.torch_internals.tensors import FITS_DATA, past_torch_function
 from deepspeed_ext.zero.memory import give_back, put
@@ -89,7 +89,12 @@ def rows_of(param: Tensor) -> "DTensor | None":
     return vars(param).get(_ROWS)
 
 
-def keep(param: nn.Parameter, mesh: DeviceMesh, dtype: torch.dtype | None = None) -> None:
+def keep(
+    param: nn.Parameter,
+    mesh: DeviceMesh,
+    dtype: torch.dtype | None = None,
+    device: str | None = None,
+) -> None:
     """Let go of a whole parameter but for the rows that fully_shard gives this process.
 
     All processes of the mesh call it. Each gets the rows of what the first one has.
@@ -98,6 +103,7 @@ def keep(param: nn.Parameter, mesh: DeviceMesh, dtype: torch.dtype | None = None
         param: plain, of at least one dimension and with memory.
         mesh: of one dimension, over which rows are dealt.
         dtype: to cast it to; None: none.
+        device: where rows rest; None: that of the mesh.
     """
     from torch.distributed.tensor import Shard, distribute_tensor
 
@@ -107,6 +113,7 @@ def keep(param: nn.Parameter, mesh: DeviceMesh, dtype: torch.dtype | None = None
         part = local(rows)
         if part.untyped_storage().nbytes() > part.nbytes:
             part = part.clone()  # a view would keep the whole
+        part = part.to(device or mesh.device_type)
         param.data = whole
         hide(param, spread(part, rows))
         del whole
@@ -178,6 +185,8 @@ def in_whole_shapes(model: nn.Module) -> Iterator[None]:
         shard = parameters_of(module)[name]
         assert shard is not None
         if _ROWS in vars(param):  # else it is tied, and was filled under another name
-            part = part_for(vars(param)[_ROWS], shard).to(shard.dtype)
+            # Rows may have come to rest elsewhere than the shard does.
+            where = "cpu" if rests_on_host(shard) else vars(param)[_ROWS].device_mesh.device_type
+            part = part_for(vars(param)[_ROWS], shard).to(where, shard.dtype)
             vars(param).clear()  # others have its memory there, too
             put(shard, part)

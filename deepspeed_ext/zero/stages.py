@@ -8,9 +8,16 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+)
 from torch.nn.parameter import is_lazy
 
+from deepspeed_ext.dtensors import RESTS
 from deepspeed_ext.torch_internals.tensors import has_gradient_hooks
 from deepspeed_ext.zero.agreement import check_agreement
 from deepspeed_ext.zero.all_processes import mesh_of_all
@@ -39,6 +46,7 @@ def shard(
     output_dtype: torch.dtype | None = None,
     blocks: Iterable[Block] | None = None,
     reduce_unused: bool = False,
+    offload: str | None = None,
 ) -> nn.Module:
     """Shard a model over processes by a stage of ZeRO, in place.
 
@@ -84,6 +92,7 @@ def shard(
     set_requires_gradient_sync, set_reshard_after_backward and, where there are replicas,
     set_requires_all_reduce. Only 2.13 has set_reduce_scatter_unused_params, which is reduce_unused,
     and reset_iter_state, which drops what an error left of a step: with 2.11 we do what it does.
+    offload is CPUOffloadPolicy, which pins host memory beside a GPU.
 
     Args:
         model: of any device; its parameters move to that of the mesh. Those on meta stay there, and
@@ -107,6 +116,9 @@ def shard(
             False: every parameter gets one in all processes or in none. True needs torch 2.13;
             before, let each forward use all parameters, such as by adding 0 times a sum of those
             it does not.
+        offload: "cpu": shards rest in host memory, and gradients come to them there, where the
+            optimizer steps: w, w' and s of stage 3 are bytes of the host. A block comes to the
+            device to be gathered. For stage 3. None: shards are on the device of the mesh.
 
     Returns:
         The model.
@@ -122,6 +134,7 @@ def shard(
         raise ValueError(f"{_OP}: stage is {stage!r}, expected 0, 1, 2 or 3")
     if not isinstance(model, nn.Module):
         raise TypeError(f"{_OP}: model is a {type(model).__name__}, expected a torch.nn.Module")
+    _check_offload(offload, stage)
     with in_whole_shapes(model):
         _check_model(model)
         found = blocks_of(model, blocks)
@@ -145,6 +158,7 @@ def shard(
             "output_dtype": output_dtype,
             "blocks": list(found),
             "reduce_unused": reduce_unused,
+            "offload": offload,
             **described_experts(experts),
         }
         check_agreement(_OP, _described(model, described), mesh)
@@ -155,24 +169,52 @@ def shard(
             )
         if stage == 0:
             mesh = _only_replicas(mesh)
+        place: dict[str, Any] = {"mesh": mesh, "offload_policy": _policy(offload, mesh)}
         inner = MixedPrecisionPolicy(param_dtype, reduce_dtype)
         outer = MixedPrecisionPolicy(param_dtype, reduce_dtype, output_dtype)
         of_model = set(groups[""])
         beside = how_to_shard(experts, stage)
         for name, block in reversed(found.items()):  # those inside of others first
             options: dict[str, Any] = {
-                "mesh": mesh,
                 "mp_policy": inner,
                 "reshard_after_forward": stage == 3,
                 "ignored_params": of_model & set(block.parameters()),
             }
-            fully_shard(block, **options | beside.get(name, {}))
-        sharded = fully_shard(model, mesh=mesh, mp_policy=outer, reshard_after_forward=False)
+            fully_shard(block, **place | options | beside.get(name, {}))
+        sharded = fully_shard(model, mp_policy=outer, reshard_after_forward=False, **place)
+        if offload is not None:
+            _let_rest(model)
         if reduce_unused:
             sharded.set_reduce_scatter_unused_params(True)
         names, has_experts = tuple(found), bool(experts)
         Sharding(model, stage, mesh, names, reduce_unused, param_dtype, has_experts).attach()
     return model
+
+
+def _check_offload(offload: object, stage: int) -> None:
+    if offload is None:
+        return
+    if offload != "cpu":
+        what = ", as shards rest in memory" if offload == "nvme" else ""
+        raise ValueError(f'{_OP}: offload is {offload!r}, expected "cpu" or None{what}')
+    if stage != 3:
+        raise ValueError(
+            f'{_OP}: offload is "cpu" in stage {stage}, expected stage 3, as the others keep whole'
+            " weights on the device from forward to backward"
+        )
+
+
+def _policy(offload: str | None, mesh: DeviceMesh) -> OffloadPolicy:
+    """Return where shards rest, as fully_shard takes it."""
+    if offload is None:
+        return OffloadPolicy()
+    return CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda")
+
+
+def _let_rest(model: nn.Module) -> None:
+    """Let optimizers know of shards in host memory, also where all compute there."""
+    for param in model.parameters():
+        vars(param)[RESTS] = True
 
 
 def _check_model(model: nn.Module) -> None:

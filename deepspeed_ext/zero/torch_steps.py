@@ -34,12 +34,15 @@ def clip_and_step(
     if scale is not None:
         for param in params:
             local(param.grad).div_(scale)
-    of_meshes: dict[DeviceMesh | None, list[Tensor]] = {}  # torch counts those of one at a time
+    of_meshes: dict[DeviceMesh | None, list[Tensor]] = {}  # torch counts those of one at a time,
+    is_there = True  # and only where that mesh is
     for param in params:
         mesh = param.grad.device_mesh if is_dtensor(param.grad) else None
         of_meshes.setdefault(mesh, []).append(param)
+        is_there = is_there and (mesh is None or local(param.grad).device.type == mesh.device_type)
     grads = [param.grad for param in params]
-    norm = nn.utils.get_total_norm(grads) if len(of_meshes) < 2 else _norm_over_meshes(grads)
+    torch_can = len(of_meshes) < 2 and is_there
+    norm = nn.utils.get_total_norm(grads) if torch_can else _norm_over_meshes(grads)
     whole = norm.full_tensor() if is_dtensor(norm) else norm
     if not skips or whole.isfinite():
         if max_norm < math.inf:  # else an inf of one gradient would be NaN in all

@@ -101,6 +101,7 @@ class WholeWeights:
                 cut: Any = place
                 if part is not None and place.is_shard():
                     group = tensor.device_mesh.get_group(dimension)
+                    part = part.to(self._device)  # from where it rests
                     part = _joined(part, cut.dim, tensor.shape[cut.dim], group)
         return part if self.is_first else None
 

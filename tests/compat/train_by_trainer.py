@@ -38,12 +38,15 @@ CASES = (
     "3-float32-none-trainer-2",
     *LORA,
 )
+# Those whose parameters rest in host memory, of which DeepSpeed's numbers are those of others.
+RESTING = ("3-bf16-params-config-2", "3-float32-params-trainer-2")
 LAUNCHED = "accelerate"
 SIZES = {"vocab_size": 32, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2}
 HEADS = {"num_attention_heads": 2, "num_key_value_heads": 2}
 
 
 def config(stage, precision, device, owner):
+    rests, device = device == "params", "cpu" if device == "params" else device
     given = {
         "train_micro_batch_size_per_gpu": "auto",
         "gradient_accumulation_steps": "auto",
@@ -53,6 +56,7 @@ def config(stage, precision, device, owner):
         "zero_optimization": {
             "stage": stage,
             "offload_optimizer": {"device": device},
+            "offload_param": {"device": "cpu" if rests else "none", "pin_memory": rests},
             "stage3_gather_16bit_weights_on_model_save": True,
             "stage3_prefetch_bucket_size": "auto",
             "reduce_bucket_size": "auto",

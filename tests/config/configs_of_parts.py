@@ -54,10 +54,6 @@ OWNED = {
         },
         "zero_optimization.offload_param.device",
     ),
-    "parameters on the host": _refused(
-        {"zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"}}},
-        "zero_optimization.offload_param.device",
-    ),
     "timings and a profile": _refused(
         {
             "wall_clock_breakdown": True,

@@ -216,6 +216,23 @@ ZERO = {
         },
         (f"{_ZERO}.offload_param.device",),
     ),
+    "parameters and optimizer on the host": Sample(
+        {
+            "train_batch_size": 2,
+            "zero_optimization": {
+                "stage": 3,
+                "offload_param": {"device": "cpu", "pin_memory": True},
+                "offload_optimizer": {"device": "cpu"},
+            },
+        },
+        {
+            "train_batch_size": 2,
+            "zero_optimization.stage": 3,
+            f"{_OPTIMIZER}.device": "cpu",
+            f"{_ZERO}.offload_param.device": "cpu",
+        },
+        (f"{_ZERO}.offload_param.pin_memory",),
+    ),
     "part of the optimizer on the host": Sample(
         {
             "train_batch_size": 2,

@@ -139,6 +139,14 @@ def test_a_model_in_a_folder_says_what_training_takes(check, tmp_path):
         "a checkpoint, of all                              1.90 KiB",
         "total                     2.37 KiB                1.90 KiB",
     ]
+    rests = {"zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"}}}
+    for more in ({}, {"offload_optimizer": {"device": "cpu"}}):
+        block = rests["zero_optimization"] | more
+        status, out, err = check(config | {"zero_optimization": block}, *folder)
+        assert (status, err) == (0, "")
+        lines = [line for line in out.splitlines() if line.startswith(("weights", "gradients  "))]
+        assert [line.split()[1:] for line in lines] == [["324", "B"]] * 2
+        assert all(line[23:36].isspace() for line in lines), lines  # none of it on the GPU
     status, _, err = check(config, "--model", str(tmp_path / "none"))
     assert status == 1 and str(tmp_path / "none") in err
     sparse = {"optimizer": {"type": "SparseAdam"}, "train_batch_size": 8}

@@ -145,13 +145,20 @@ def test_what_asks_for_nothing_is_accepted(row):
         assert read(config_with(row.key, value)).warnings == ()
 
 
-def test_parameters_are_offloaded_in_no_stage():
+def test_parameters_are_offloaded_in_stage_3_alone():
     for device in ("cpu", "nvme"):
         zero = {"stage": 2, "offload_param": {"device": device}}
-        (warning,) = read({"zero_optimization": zero}).warnings
-        assert warning == f"config: {STREAMED.key} acts nowhere: it is for stage 3"
-        with pytest.raises(ValueError, match=f"^config: {STREAMED.key} is .{device}., expected"):
-            read({"zero_optimization": {**zero, "stage": 3}})
+        config = read({"zero_optimization": zero})
+        assert config.warnings == (f"config: {STREAMED.key} acts nowhere: it is for stage 3",)
+        assert not config.offloads_params
+    with pytest.raises(ValueError, match=f"^config: {STREAMED.key} is .nvme., expected .cpu. or"):
+        read({"zero_optimization": {**zero, "stage": 3}})
+    config = read({"zero_optimization": {"stage": 3, "cpu_offload_param": True}})
+    (warning,) = config.warnings
+    assert config.offloads_params and "is an old name; use" in warning
+    zero = {"stage": 3, "offload_param": {"device": "cpu"}, "offload_optimizer": {"ratio": 0.5}}
+    (warning,) = read({"zero_optimization": zero}).warnings
+    assert warning.endswith("offload_optimizer.ratio acts nowhere: parameters rest in host memory")
 
 
 def test_old_names_may_stand_beside_what_they_mean():

@@ -14,6 +14,7 @@ from zero_cases import Net, home, loss_of, whole
 
 import deepspeed_ext
 from deepspeed_ext import zero
+from deepspeed_ext.dtensors import local
 from deepspeed_ext.offload import OffloadOptimizer
 from deepspeed_ext.optim import DeepSpeedCPUAdam, DeepSpeedCPULion, FusedAdam, FusedLamb, FusedLion
 from deepspeed_ext.optim.schedules import WarmupLR
@@ -27,7 +28,7 @@ def adam(params, **options):
     return (FusedAdam if home() == "cuda" else DeepSpeedCPUAdam)(params, **options)
 
 
-def config(stage, precision="float32", steps=1, offload=False, **more):
+def config(stage, precision="float32", steps=1, offload="none", **more):
     """Of a step of 4 samples in a process and micro-step."""
     given = {
         "train_micro_batch_size_per_gpu": 4,
@@ -41,8 +42,9 @@ def config(stage, precision="float32", steps=1, offload=False, **more):
         given[precision] = {"enabled": True}
     if precision == "fp16":
         given["fp16"] |= {"initial_scale_power": 10, "hysteresis": 1}
-    if offload:
-        given["zero_optimization"]["offload_optimizer"] = {"device": "cpu"}
+    if offload not in (False, "none"):
+        block = "offload_param" if offload == "params" else "offload_optimizer"
+        given["zero_optimization"][block] = {"device": "cpu"}
     return given
 
 
@@ -76,12 +78,14 @@ def by_hand(stage, precision, steps, offload, numbers):
 def trains(row, folder):
     """Also with plain loss.backward(), where nothing has to be scaled."""
     stage, precision, steps, offload = row.split("-")
-    stage, steps, offload = int(stage), int(steps), offload == "offload"
+    stage, steps, offloads = int(stage), int(steps), offload != "none"
     engine, optimizer, loader, scheduler = deepspeed_ext.initialize(
         model=Net(), config=config(stage, precision, steps, offload)
     )
-    assert loader is scheduler is None and isinstance(optimizer, OffloadOptimizer) == offload
-    wanted = by_hand(stage, precision, steps, offload, STEPS * steps)
+    assert loader is scheduler is None and isinstance(optimizer, OffloadOptimizer) == offloads
+    rest = {local(p).device.type for p in engine.parameters()}
+    assert rest == {"cpu" if offload == "params" else home()}
+    wanted = by_hand(stage, precision, steps, offloads, STEPS * steps)
     for number in range(STEPS * steps):
         loss = loss_of(engine, number)
         if precision != "fp16" and number % 2:
@@ -382,6 +386,8 @@ def no_syncs(row, folder):
 CASES = [
     *(Case(2, "trains", f"{stage}-float32-2-none") for stage in range(4)),
     *(Case(2, "trains", row) for row in ("2-bf16-3-none", "3-fp16-2-none", "2-float32-2-offload")),
+    *(Case(2, "trains", f"3-{row}-params") for row in ("float32-2", "bf16-3", "fp16-2")),
+    Case(1, "trains", "3-float32-2-params"),
     Case(1, "trains", "1-float32-2-none"),
     *(Case(2, "short_groups", str(stage)) for stage in (0, 3)),
     *(Case(2, "client_optimizers", row) for row in ("none", "offload")),

@@ -82,7 +82,7 @@ def allocated(made: OffloadOptimizer) -> tuple[Counter[str], Counter[str]]:
     params = [param for group in made.param_groups for param in group["params"]]
     copies = [work.table[param].copy for param in params]
     host["weights"] = memory_of([c for c, p in zip(copies, params, strict=True) if c is not p])
-    for _, kept in work._kept_on_device:
+    for _, kept in work._in_place.buckets:
         gpu += state_of(kept)
     for bucket in work._buckets:
         host += state_of(bucket.bucket)

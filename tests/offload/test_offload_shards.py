@@ -153,7 +153,11 @@ def fsdp_offloads(device, folder):
                 optimizer.zero_grad()
             for p, q in zip(*(net.parameters() for net in nets), strict=True):
                 assert same_local(p, q), (settings, step)
-        assert ours.stats()["committed"] >= 3 and not ours.stats()["discarded"]
+        stats = ours.stats()
+        if device == "cuda":  # they are stepped where they rest
+            assert stats["bytes_out"] == stats["bytes_back"] == stats["ahead"] == 0
+        else:
+            assert stats["committed"] >= 3 and not stats["discarded"]
 
 
 FUNCTIONS = {

@@ -7,6 +7,7 @@ torch's hook on parameters that are registered and nn.Module.apply.
 import sys
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from torch.nn.parameter import is_lazy
 
 from deepspeed_ext.compat.zero.gathered import GatheredParameters
 from deepspeed_ext.compat.zero.parameters import describe, number
+from deepspeed_ext.config.config import Config, examine
 from deepspeed_ext.dtensors import is_dtensor
 from deepspeed_ext.engine.processes import make_group
 from deepspeed_ext.torch_internals.modules import parameters_of
@@ -46,10 +48,11 @@ class Init:
         module: one that is there, whose parameters are kept in rows at once.
         data_parallel_group: of the processes that hold rows; None: all.
         mem_efficient_linear: so anyway.
-        remote_device: where rows rest: None, "none", or "cpu" where processes compute on it.
-        pin_memory: acts nowhere, as nothing of a GPU rests in host memory here.
-        config_dict_or_path: what initialize is given; nothing is read of it here: weights keep the
-            dtype that they are made in, and initialize makes master weights of them.
+        remote_device: where rows rest until initialize: "cpu", or where processes compute, "none";
+            None: in host memory if the config has offload_param there.
+        pin_memory: acts nowhere: rows come to their place in initialize, which pins what rests.
+        config_dict_or_path: what initialize is given; all else is not read of it here: weights keep
+            the dtype that they are made in, and initialize makes master weights of them.
         config: the same.
         enabled: False does nothing.
         dtype: floating-point parameters are cast to it; None: they are not.
@@ -94,11 +97,14 @@ class Init:
         if not dist.is_initialized():
             make_group()
         device = device_of_group()
-        if remote_device not in (None, "none", device):
+        if remote_device not in (None, "none", "cpu", device):
             raise ValueError(
-                f"{_OP}: remote_device is {remote_device!r}, expected None, as rows rest on"
-                f" {device} until initialize; offload_optimizer moves what follows from there"
+                f'{_OP}: remote_device is {remote_device!r}, expected None, "cpu" or "none", which'
+                f" is {device}"
             )
+        given = config_dict_or_path if config is None else config
+        is_on_host = remote_device == "cpu" or (remote_device is None and _offloads_params(given))
+        self._rests_on = "cpu" if is_on_host else device
         group = data_parallel_group or (mpu and mpu.get_data_parallel_group())
         self._mesh = _mesh(group, device)
         self._dtype = dtype
@@ -146,7 +152,8 @@ class Init:
                 continue
             number(param)
             if not (is_lazy(param) or param.is_meta or param.dim() == 0):
-                keep(param, self._mesh, self._dtype if param.is_floating_point() else None)
+                dtype = self._dtype if param.is_floating_point() else None
+                keep(param, self._mesh, dtype, self._rests_on)
                 describe(param)
 
 
@@ -157,6 +164,14 @@ def _refuse(**arguments: Any) -> None:
                 f"{_OP}: {name} is {value!r}, expected none, as rows are dealt to all processes of"
                 " one group, as they are"
             )
+
+
+def _offloads_params(config: Any) -> bool:
+    """Tell what a config says, as far as it can be read; else initialize says what is wrong."""
+    with suppress(ValueError):
+        found = config if isinstance(config, Config) else examine(config).config
+        return found is not None and found.offloads_params
+    return False
 
 
 def _mesh(group: Any, device: str) -> DeviceMesh:
