@@ -1,6 +1,7 @@
 """Streamed models have the gradients of models in memory, bit for bit, however they are asked."""
 
 import copy
+from functools import partial
 
 import pytest
 import torch
@@ -8,7 +9,7 @@ from stream_cases import Block, Model, assert_equal_models, loss_of, pair, some_
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from deepspeed_ext import zero
+from deepspeed_ext import offload, zero
 
 
 def run(model, device, seeds=(0,), ask=lambda loss: loss.backward()):
@@ -238,3 +239,39 @@ def test_copies_stream_too_and_are_apart(device):
 def test_as_torch_stream_is_public():
     model = Model()
     assert zero.stream(model, to="cpu").stats()["resting_bytes"] > 0
+
+
+@pytest.mark.parametrize("how", ["around", "checkpoint"])
+def test_with_saved_tensors(device, how):
+    streamed, kept, _ = pair(device)
+    for model in (streamed, kept):
+        saved = offload.saved_tensors(min_bytes=0)
+        for seed in range(2):
+            if how == "checkpoint":
+                model.wrap = partial(offload.checkpoint, device=saved)
+                loss = loss_of(model, some_ids(device, seed))
+            else:
+                with saved:
+                    loss = loss_of(model, some_ids(device, seed))
+            loss.backward()
+        assert saved.stats()["bytes_out"] > 0
+    assert_equal_models(streamed, kept, gradients=True)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("what", ["blocks", "wrapped", "model"])
+def test_compiled(device, what):
+    streamed, kept, handle = pair(device)
+    for model in (streamed, kept):
+        if what == "model":
+            model.compile()
+        elif what == "wrapped":
+            model.layers = nn.ModuleList(map(torch.compile, model.layers))
+        else:
+            for block in model.layers:
+                block.compile()
+        run(model, device, range(3))
+    for param, other in zip(streamed.parameters(), kept.parameters(), strict=True):
+        torch.testing.assert_close(param.grad.cpu(), other.grad.cpu())
+    assert handle.stats()["ahead"] > 0
+    torch.compiler.reset()
