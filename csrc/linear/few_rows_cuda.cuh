@@ -184,7 +184,9 @@ class Copies {
         maps_(maps),
         rows_(rows),
         pipeline_(pipeline),
-        here_(here) {}
+        here_(here) {
+    if (geometry.by_engine) choose_tile();
+  }
 
   // How many arrive at the barrier of a stage.
   __device__ static int arrivals(const Geometry& geometry) {
@@ -219,13 +221,9 @@ class Copies {
       }
       arrive_after_fetches(barrier);
       arrive(barrier);
-    } else if (threadIdx.x % kWarp == 0) {
-      arrive_expecting(barrier, bytes_of_stage());
-#pragma unroll 1  // instructions are read from memory, too
-      for (int group = 0; group < geometry_.groups; ++group) {
-        fetch_group(line(rank, group, k_part, step), near, barrier);
-        near += geometry_.group_bytes;
-      }
+    } else {
+      if (threadIdx.x % kWarp == 0) arrive_expecting(barrier, bytes_of_stage());
+      fetch_my_tile(line(rank, tile_.group, k_part, step), near + tile_.place, barrier);
     }
   }
 
@@ -241,24 +239,53 @@ class Copies {
            (geometry_.scale_place + geometry_.scale_tiles * geometry_.scale_bytes);
   }
 
-  __device__ void fetch_group(int from, char* near, Barrier* barrier) const {
-    fetch_tma_tiles(near, maps_.weight, int(rows_.begin(call_, 0)), from, barrier, policy_);
-    if (rows_.parts > 1) {
-      fetch_tma_tiles(near + geometry_.x_place / 2, maps_.weight, int(rows_.begin(call_, 1)), from,
-                      barrier, policy_);
+  // What a lane copies of each stage: so lanes work out at the same time where all of it is.
+  struct Tile {
+    const CUtensorMap* map = nullptr;  // null: nothing
+    int group = 0, place = 0, row = 0;
+    bool of_x = false, of_scales = false;
+  };
+
+  // A group has its parts of the weight, then x, then scales.
+  __device__ void choose_tile() {
+    static_assert(kSplitKParts * (2 + 1 + 4) <= kWarp);
+    const int lane = threadIdx.x % kWarp, parts = rows_.parts;
+    const int each = parts + 1 + geometry_.scale_tiles;
+    tile_.group = (lane >= each) + (lane >= 2 * each) + (lane >= 3 * each);
+    const int number = lane - tile_.group * each;
+    if (tile_.group >= geometry_.groups || number >= each) return;
+    tile_.place = tile_.group * geometry_.group_bytes;
+    if (number < parts) {
+      tile_.map = &maps_.weight;
+      tile_.place += number * (geometry_.x_place / 2);
+      tile_.row = int(rows_.begin(call_, number));
+    } else if (number == parts) {
+      tile_.map = &maps_.x;
+      tile_.place += geometry_.x_place;
+      tile_.row = rows_.share.first;
+      tile_.of_x = true;
+    } else if constexpr (Kind::kScaled) {
+      const int tile = number - parts - 1;
+      const bool second = parts > 1 && tile % 2 == 1, offsets = tile >= parts;
+      tile_.map = offsets ? &maps_.offsets : &maps_.scales;
+      tile_.place += geometry_.scale_place + tile * geometry_.scale_step;
+      tile_.row = int(rows_.begin(call_, second));
+      tile_.of_scales = true;
     }
-    fetch_tma_tiles(near + geometry_.x_place, maps_.x, rows_.share.first, from * Kind::kXLines,
-                    barrier);
+  }
+
+  __device__ void fetch_my_tile(int from, char* near, Barrier* barrier) const {
+    if (tile_.map == nullptr) return;
     if constexpr (Kind::kScaled) {
-      const Scales& scales = Kind::scales(call_);
-      near += geometry_.scale_place;
-#pragma unroll 1
-      for (int tile = 0; tile < geometry_.scale_tiles; ++tile, near += geometry_.scale_step) {
-        const bool second = rows_.parts > 1 && tile % 2 == 1, offsets = tile >= rows_.parts;
-        fetch_tile(near, offsets ? maps_.offsets : maps_.scales, int(rows_.begin(call_, second)),
-                   scales.group_of(from), barrier, policy_);
+      if (tile_.of_scales) {
+        const int group = Kind::scales(call_).group_of(from);
+        return fetch_tile(near, *tile_.map, tile_.row, group, barrier, policy_);
       }
     }
+    if (tile_.of_x) {
+      return fetch_tma_tiles(near, *tile_.map, tile_.row, from * Kind::kXLines, barrier);
+    }
+    fetch_tma_tiles(near, *tile_.map, tile_.row, from, barrier, policy_);
   }
 
   __device__ void copy_lines(int from, int count, char* near) const {
@@ -321,6 +348,7 @@ class Copies {
   char* const pipeline_;
   Barrier* const here_;
   const uint64_t policy_ = read_once();
+  Tile tile_;
 };
 
 // Sums of 2^n split-K parts in the order of pairs: neighbours, then neighbouring pairs, and so on.

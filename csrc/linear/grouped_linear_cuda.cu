@@ -41,7 +41,7 @@ template <class T>
 __global__ void __launch_bounds__(kClearThreads)
     clear_rows_kernel(const __grid_constant__ Rows rows, int count, int64_t columns,
                       const int32_t* end) {
-  const int first = cuda::RowRange::within(*end, count);
+  const int first = cuda::row_of(*end, count);
   for (int row = first + int(blockIdx.x); row < count; row += kClearers) {
     T* const out = rows.even_row<T>(row).address;
     for (int64_t i = threadIdx.x; i < columns; i += kClearThreads) out[i] = cuda::narrow<T>(0.0f);

@@ -102,7 +102,8 @@ __global__ void __launch_bounds__(cuda::kAnyWarps* cuda::kWarp)
 
 template <class T>
 __global__ void __launch_bounds__(256) clear_kernel(const __grid_constant__ GroupedCodes call) {
-  cuda::clear_rows_of_nobody<T>(call, call.groups);
+  const int end = call.groups.offsets[call.groups.experts - 1];
+  cuda::clear_rows_of_nobody<T>(call, cuda::row_of(end, int(call.rows)));
 }
 
 template <class T>

@@ -19,63 +19,67 @@ struct RowGroups {
   const int32_t* offsets;  // see grouped_rows.h
 };
 
-// Which rows are those of an expert; of offsets that fall, or lie beyond the rows, any.
-struct RowRange {
-  int begin, end;
-
-  __device__ RowRange(const RowGroups& groups, int rows, int expert)
-      : begin(expert == 0 ? 0 : within(groups.offsets[expert - 1], rows)),
-        end(within(groups.offsets[expert], rows)) {}
-
-  __device__ static int within(int offset, int rows) { return ::min(::max(offset, 0), rows); }
-  __device__ int shares(int of_share) const {
-    return end <= begin ? 0 : (end - begin + of_share - 1) / of_share;
-  }
-};
+// An offset as a row; of those that lie beyond the rows, any.
+__device__ inline int row_of(int offset, int rows) { return ::min(::max(offset, 0), rows); }
 
 // All shares, in shared memory: each has rows of one expert.
 template <int kOfShare>
 class Shares {
  public:
-  // All threads of a warp call it.
+  // All threads of a warp call it. A lane has some experts that are neighbours, whose offsets are
+  // all asked for before any is there.
   __device__ void find(const RowGroups& groups, int rows) {
     const int lane = int(threadIdx.x) % kWarp, experts = int(groups.experts);
     int before = 0;
-#pragma unroll 4  // loads in flight
-    for (int first = 0; first < experts; first += kWarp) {
-      const int expert = ::min(first + lane, experts - 1);
-      const RowRange own(groups, rows, expert);
-      const int mine = first + lane < experts ? own.shares(kOfShare) : 0;
+    for (int first = 0; first < experts; first += kOfLane * kWarp) {
+      const int own = first + lane * kOfLane;
+      int ends[kOfLane + 1];  // of the expert before, then of each
+#pragma unroll
+      for (int i = 0; i <= kOfLane; ++i) {
+        const int expert = own + i - 1;
+        ends[i] = expert < 0 ? 0 : row_of(groups.offsets[::min(expert, experts - 1)], rows);
+      }
+      int mine = 0;
+#pragma unroll
+      for (int i = 0; i < kOfLane; ++i) mine += shares_of(ends[i + 1] - ends[i]);
       int until = mine;  // shares of the lanes up to this one
 #pragma unroll
       for (int distance = 1; distance < kWarp; distance *= 2) {
         const int others = __shfl_up_sync(0xffffffff, until, distance);
         if (lane >= distance) until += others;
       }
-      for (int i = 0; i < mine; ++i) {
-        const int at = before + until - mine + i, begin = own.begin + i * kOfShare;
-        if (at >= kMostShares) break;  // of offsets that fall
-        experts_[at] = expert;
-        begins_[at] = int16_t(begin);
-        counts_[at] = int16_t(::min(kOfShare, own.end - begin));
+      int at = before + until - mine;
+#pragma unroll
+      for (int i = 0; i < kOfLane; ++i) {
+        for (int begin = ends[i]; begin < ends[i + 1]; begin += kOfShare, ++at) {
+          if (at >= kMostShares) break;  // of offsets that fall
+          experts_[at] = own + i;
+          begins_[at] = int16_t(begin);
+          counts_[at] = int16_t(::min(kOfShare, ends[i + 1] - begin));
+        }
       }
       before += __shfl_sync(0xffffffff, until, kWarp - 1);
+      if (lane == kWarp - 1) end_ = ends[kOfLane];
     }
     if (lane == 0) count_ = ::min(before, kMostShares);
   }
 
   __device__ int count() const { return count_; }
   __device__ Share at(int i) const { return {experts_[i], begins_[i], counts_[i]}; }
+  __device__ int end() const { return end_; }  // of the rows of all experts
 
  private:
-  int count_, experts_[kMostShares];
+  static constexpr int kOfLane = 4;
+
+  __device__ static int shares_of(int rows) { return ::max(rows + kOfShare - 1, 0) / kOfShare; }
+
+  int count_, end_, experts_[kMostShares];
   int16_t begins_[kMostShares], counts_[kMostShares];  // of up to kMostGroupedRows
 };
 
-// Zeros in the rows behind the last offset: each block has some of them. All threads call it.
+// Zeros in the rows from `end` on: each block has some of them. All threads call it.
 template <class T>
-__device__ inline void clear_rows_of_nobody(const FewRows& call, const RowGroups& groups) {
-  const int end = RowRange::within(groups.offsets[groups.experts - 1], int(call.rows));
+__device__ inline void clear_rows_of_nobody(const FewRows& call, int end) {
   for (int row = end + int(blockIdx.x); row < call.rows; row += int(gridDim.x)) {
     T* const out = call.out.even_row<T>(row).address;
     for (int64_t i = threadIdx.x; i < call.columns; i += blockDim.x) out[i] = narrow<T>(0.0f);
@@ -137,7 +141,7 @@ __global__ void __launch_bounds__(kGroupedThreads, kBlocksAtOnce)
     multiplying_barrier(multiplying * kWarp);
     Finisher<T>(call, geometry, rows, sums, 0).finish(nullptr);
   }
-  clear_rows_of_nobody<T>(call, call.groups);
+  clear_rows_of_nobody<T>(call, shares.end());
 }
 
 // Microseconds, about: of 1 KiB of the weight, if all blocks read; of the products of a line; of

@@ -193,6 +193,7 @@ class CodeProducts {
     const int lane = threadIdx.x % kWarp;
     const int line = rows.line(geometry, first_row + lane % kTileRows);
     weight_place_ = unsigned(place_in_tma_tile(line, lane / kTileRows));
+    lines_ = int(ceil_div(call.weight.row_bytes, int64_t(kLineBytes)));
     clear();
   }
 
@@ -208,6 +209,7 @@ class CodeProducts {
   // Adds the products of line l of a stage, which is that number of the weight. There is code for
   // each number of units that share a scale, so that nothing in it depends on a condition.
   __device__ void add(const char* stage, int l, int number) {
+    if (number >= lines_) return;  // of the last split-K parts: zeros
     const unsigned near = shared_address(stage);
     const unsigned of_line = scales_.of_line(near, l, number);
     switch (scales_.units()) {
@@ -328,6 +330,7 @@ class CodeProducts {
   const FactorPlaces<kColumnTiles> factors_;
   const unsigned weight_step_;  // from line to line
   unsigned weight_place_;
+  int lines_;  // of the weight
   float totals_[kSums];
 };
 

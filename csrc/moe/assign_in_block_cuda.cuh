@@ -8,7 +8,8 @@ namespace dsx::cuda {
 // What a block has near for it.
 struct AssignShared {
   static constexpr int kMost = int(kMostExperts);
-  int16_t experts[kMostFewChoices];  // of choices, in the order in which they take room; -1: none
+  // Of choices, in the order in which they take room; -1: none.
+  alignas(16) int16_t experts[kMostFewChoices];
   int counts[kMost], first_counts[kMost], ends[kMost];
   int of_warps[32];
 };
@@ -45,6 +46,26 @@ __device__ inline void find_ends(const Assign& call, AssignShared& shared) {
   }
 }
 
+// How many of the choices before number i are of that expert: eight are read at a time.
+__device__ inline int choices_before(const int16_t* experts, int i, int expert) {
+  constexpr int kTogether = 8, kBits = 16;  // a choice of the expert sets so many
+  const uint32_t two = uint32_t(expert) * 0x10001u;
+  int bits = 0, j = 0;
+#pragma unroll 4  // loads in flight
+  for (; j + kTogether <= i; j += kTogether) {
+    const uint4 eight = *reinterpret_cast<const uint4*>(experts + j);
+    bits += __popc(__vcmpeq2(eight.x, two)) + __popc(__vcmpeq2(eight.y, two)) +
+            __popc(__vcmpeq2(eight.z, two)) + __popc(__vcmpeq2(eight.w, two));
+  }
+  int count = bits / kBits;
+#pragma unroll
+  for (int last = 0; last < kTogether - 1; ++last) {
+    const bool is_one = experts[j + last] == expert;
+    count += j + last < i && is_one;
+  }
+  return count;
+}
+
 // Does what assign_cuda does. All threads of the block call it, which are whole warps.
 __device__ inline void assign_in_block(const Assign& call, AssignShared& shared) {
   const int thread = int(threadIdx.x), threads = int(blockDim.x);
@@ -67,8 +88,7 @@ __device__ inline void assign_in_block(const Assign& call, AssignShared& shared)
     const int expert = shared.experts[i];
     int64_t row = -1;
     if (expert >= 0) {
-      int before = 0;
-      for (int j = 0; j < i; ++j) before += shared.experts[j] == expert;
+      const int before = choices_before(shared.experts, i, expert);
       const int kept = int(::min(int64_t(shared.counts[expert]), call.capacity));
       if (before < kept) row = shared.ends[expert] - kept + before;
     }

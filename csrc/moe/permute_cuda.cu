@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <type_traits>
 
+#include "common/cuda/chain.cuh"
 #include "common/cuda/check.h"
 #include "common/cuda/rows.cuh"
 #include "common/cuda/words.cuh"
@@ -35,7 +36,7 @@ struct Places {
   __device__ Places(const Slots& slots, int64_t token, int64_t first) {
 #pragma unroll
     for (int b = 0; b < kBatch; ++b) {
-      at[b] = first + b < slots.k ? __ldg(slots.places + token * slots.k + first + b) : -1;
+      at[b] = first + b < slots.k ? slots.places[token * slots.k + first + b] : -1;
     }
   }
 };
@@ -113,7 +114,7 @@ struct Weights {
       read(slots, first, [](int) { return 1.0f; });
     } else if (weights.dtype == Dtype::float32) {
       const float* const floats = static_cast<const float*>(weights.data) + at;
-      read(slots, first, [&](int b) { return __ldg(floats + b); });
+      read(slots, first, [&](int b) { return floats[b]; });
     } else {
       const Pointer<Any> numbers = weights.even_row<Any>(at);
       read(slots, first,
@@ -153,6 +154,8 @@ __global__ void __launch_bounds__(kMostThreads)
   const int64_t token = blockIdx.x / parts.of_row;
   const int64_t i = (int64_t(blockIdx.x % parts.of_row) * blockDim.x + threadIdx.x) * kCount;
   const int count = count_at(i, call.length);
+  cuda::let_next_begin();
+  cuda::wait_for_previous();
   if (count == 0) return;
   Floats<kCount> sums = 0.0f;
   bool is_first = true;
@@ -267,17 +270,17 @@ void permute_cuda(const Permute& call, void* stream) {
 void unpermute_cuda(const Unpermute& call, void* stream) {
   constexpr const char* op = "moe_unpermute";
   if (call.length == 0 || call.slots.tokens == 0) return;
-  cuda::check(cudaPeekAtLastError(), op);
   with_vectors({call.y, call.out}, call.length, [&](auto storage, bool aligned) {
     with_batch(call.slots.k, [&](auto batch) {
       using T = decltype(storage);
       const Parts parts(ceil_div(call.length, kCount), 1);
       const unsigned blocks = unsigned(call.slots.tokens * parts.of_row);
-      unpermute_kernel<T, batch()>
-          <<<blocks, parts.threads, 0, cudaStream_t(stream)>>>(call, parts, aligned);
+      const auto kernel = &unpermute_kernel<T, batch()>;
+      const bool chained = call.slots.tokens <= cuda::kChainedRows && cuda::can_chain(kernel, op);
+      cuda::launch_kernel(kernel, {blocks, parts.threads, 0, 1, chained}, cudaStream_t(stream), op,
+                          call, parts, aligned);
     });
   });
-  cuda::check(cudaGetLastError(), op);
 }
 
 void unpermute_backward_cuda(const UnpermuteBackward& call, void* stream) {
