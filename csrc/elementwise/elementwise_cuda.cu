@@ -173,10 +173,9 @@ __global__ void __launch_bounds__(kThreads, (kBlocks<Rule, T>))
 // of them where an activation takes so many registers that few blocks are left.
 constexpr int kWarps = kThreads / kWarp;
 template <class Rule, class T>
-constexpr int at_a_time() {
-  if (std::is_same_v<T, Any>) return 1;
-  return kBiased<Rule> > 0 ? 4 : 2;
-}
+constexpr int kAtATime = std::is_same_v<T, Any> ? 1
+                         : kBiased<Rule> > 0    ? 4
+                                                : 2;
 template <class Rule, class T>
 constexpr int kGroupBlocks = std::is_same_v<T, Any> || kBiased<Rule> > 0 ? 2 : 4;
 
@@ -202,7 +201,7 @@ __global__ void __launch_bounds__(kThreads, (kGroupBlocks<Rule, T>))
   const int64_t first_row = group * rows_of_warp * kWarps + warp;
   const int64_t rows_left = first_row < call.rows ? ceil_div(call.rows - first_row, kWarps) : 0;
   const int rows = count > 0 ? int(::min(rows_left, int64_t(rows_of_warp))) : 0;
-  constexpr int kAt = at_a_time<Rule, T>();
+  constexpr int kAt = kAtATime<Rule, T>;
   Inputs<Rule, T> inputs[kAt];
   const auto index = [&](int k) { return VectorIndex{first_row + k * kWarps, i, count}; };
   const auto fetch = [&](int first) {
