@@ -26,13 +26,16 @@ using cuda::kWarp;
 using cuda::Vector;
 using cuda::VectorIndex;
 
-// kCount elements of a mask, from number `first` on, as 1 or 0.
-template <int kCount>
+// kCount elements of a mask, from number `first` on, as 1 or 0. Of rows of whole vectors none goes
+// over a multiple of 2^32.
+template <int kCount, bool kWhole>
 __device__ inline Floats<kCount> kept_at(const DropoutMask& mask, int64_t first) {
-  if (!mask.noise.on) return Floats<kCount>(1.0f);
   const Noise noise = noise_at(mask.noise, first);
   uint32_t bits[kCount];
-  if (uint32_t(first) <= UINT32_MAX - kCount) {
+  if (!mask.noise.on) {
+#pragma unroll
+    for (int k = 0; k < kCount; ++k) bits[k] = UINT32_MAX;
+  } else if (kWhole || uint32_t(first) <= UINT32_MAX - kCount) {
 #pragma unroll
     for (int k = 0; k < kCount; ++k) bits[k] = unrelated_bits(noise, uint32_t(k));
   } else {
@@ -81,7 +84,8 @@ struct Inputs {
       in[i] = Rule::is_biased(i) ? biased[i] : floats_of(stored[i]);
     }
     if constexpr (kKeptOf<Rule> >= 0) {
-      in[kKeptOf<Rule>] = kept_at<kCount<T>>(mask, at.row * call.length + at.i);
+      in[kKeptOf<Rule>] =
+          kept_at<kCount<T>, !std::is_same_v<T, Any>>(mask, at.row * call.length + at.i);
     }
     formula(call.rule, option, in, out);
   }
@@ -103,7 +107,7 @@ __device__ inline void put_all(const Elementwise<Rule>& call, const VectorIndex&
                                const Floats<kCount<T>> (&out)[Rule::kOut]) {
 #pragma unroll
   for (int k = 0; k < Rule::kOut; ++k) {
-    cuda::put<cuda::Stored::streamed>(call.out[k].template row<T>(at.row), at.i, at.count, aligned,
+    cuda::put<cuda::Stored::streamed>(cuda::row_of<T>(call.out[k], at.row), at.i, at.count, aligned,
                                       out[k]);
   }
 }
@@ -122,8 +126,8 @@ constexpr int kBiased = count_biased<Rule>();
 template <class Rule, class T>
 constexpr int blocks_of() {
   if (kBiased<Rule> == 0) return 0;
-  if (kBiased<Rule> > 1) return 3;   // with fewer registers it would spill
-  if (kKeptOf<Rule> >= 0) return 4;  // likewise, for the bits of a mask
+  if (kBiased<Rule> > 1) return 3;                    // with fewer registers it would spill
+  if (kKeptOf<Rule> >= 0 && Rule::kIn > 2) return 4;  // likewise, for the bits of a mask
   if (std::is_same_v<T, float> && Rule::kIn == 1) return 6;
   return Rule::kIn > 1 && std::is_same_v<T, Any> ? 4 : 5;
 }
@@ -132,25 +136,26 @@ constexpr int kBlocks = blocks_of<Rule, T>();
 
 template <class Rule, class T>
 __global__ void __launch_bounds__(kThreads, (kBlocks<Rule, T>))
-    elements_kernel(const __grid_constant__ Elementwise<Rule> call, bool aligned,
+    elements_kernel(const __grid_constant__ Elementwise<Rule> call,
+                    const __grid_constant__ cuda::ListLaunch list, bool aligned,
                     bool bias_aligned) {
   VectorIndex indices[kVectors];
   Inputs<Rule, T> inputs[kVectors];
+  const cuda::ListPlace place(list, call.length, kCount<T>);
+#pragma unroll
+  for (int k = 0; k < kVectors; ++k) {
+    const VectorIndex& at = indices[k] = place.index(k, call.rows, call.length, kCount<T>);
+    if (at.count > 0) inputs[k].fetch(call, at, aligned);
+  }
+  Floats<kCount<T>> bias[Rule::kIn];
+  if constexpr (kBiased<Rule> > 0) {
+    const VectorIndex& at = indices[0];  // in the row of each other vector as well
+    if (at.count > 0) fetch_biases<T>(call, at.i, at.count, bias_aligned, bias);
+  }
   const DropoutMask mask = mask_of(call.rule);
 #pragma unroll
   for (int k = 0; k < kVectors; ++k) {
-    const VectorIndex& at = indices[k] = cuda::index_of_vector<T>(call.rows, call.length, k);
-    if (at.count > 0) inputs[k].fetch(call, at, aligned);
-  }
-  if constexpr (kBiased<Rule> > 0) {
-#pragma unroll
-    for (int k = 0; k < kVectors; ++k) {
-      const VectorIndex& at = indices[k];
-      if (at.count == 0) continue;
-      Floats<kCount<T>> bias[Rule::kIn];
-      fetch_biases<T>(call, at.i, at.count, bias_aligned, bias);
-      inputs[k].add(call, bias);
-    }
+    if (kBiased<Rule> > 0 && indices[k].count > 0) inputs[k].add(call, bias);
   }
   with_option(call.rule, [&](auto option) {
 #pragma unroll
@@ -164,10 +169,15 @@ __global__ void __launch_bounds__(kThreads, (kBlocks<Rule, T>))
 }
 
 // A warp takes neighbouring vectors of a row, each warp of a block another row: row by row those of
-// the group, kWarps apart, some of them at a time so that their loads are under way together.
+// the group, kWarps apart. Some are under way together, while those before them are worked on: more
+// of them where an activation takes so many registers that few blocks are left.
 constexpr int kWarps = kThreads / kWarp;
-template <class T>
-constexpr int kAtATime = std::is_same_v<T, Any> ? 1 : 4;
+template <class Rule, class T>
+constexpr int kAtATime = std::is_same_v<T, Any> ? 1
+                         : kBiased<Rule> > 0    ? 4
+                                                : 2;
+template <class Rule, class T>
+constexpr int kGroupBlocks = std::is_same_v<T, Any> || kBiased<Rule> > 0 ? 2 : 4;
 
 // Depends on the number of rows alone, so sums are the same on any device. Those of groups of 128
 // rows take 1 % of what 16 bits of two tensors take.
@@ -176,11 +186,10 @@ int rows_of_warp(int64_t rows) {
 }
 
 template <class Rule, class T>
-__global__ void __launch_bounds__(kThreads)
+__global__ void __launch_bounds__(kThreads, (kGroupBlocks<Rule, T>))
     groups_kernel(const __grid_constant__ Elementwise<Rule> call, int rows_of_warp, bool aligned,
                   bool bias_aligned) {
   constexpr int kColumns = kWarp * kCount<T>;  // of a block
-  const DropoutMask mask = mask_of(call.rule);
   const int64_t strips = ceil_div(call.length, kColumns);
   const int64_t group = blockIdx.x / strips, first_column = blockIdx.x % strips * kColumns;
   const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
@@ -189,29 +198,35 @@ __global__ void __launch_bounds__(kThreads)
   const int count = int(::max(int64_t(0), ::min(left, int64_t(kCount<T>))));
   Floats<kCount<T>> sums[Rule::kOut];
   for (auto& sum : sums) sum = Floats<kCount<T>>(0.0f);
+  const int64_t first_row = group * rows_of_warp * kWarps + warp;
+  const int64_t rows_left = first_row < call.rows ? ceil_div(call.rows - first_row, kWarps) : 0;
+  const int rows = count > 0 ? int(::min(rows_left, int64_t(rows_of_warp))) : 0;
+  constexpr int kAt = kAtATime<Rule, T>;
+  Inputs<Rule, T> inputs[kAt];
+  const auto index = [&](int k) { return VectorIndex{first_row + k * kWarps, i, count}; };
+  const auto fetch = [&](int first) {
+#pragma unroll
+    for (int k = 0; k < kAt; ++k) {
+      if (first + k < rows) inputs[k].fetch(call, index(first + k), aligned);
+    }
+  };
+  fetch(0);
   Floats<kCount<T>> bias[Rule::kIn];
   fetch_biases<T>(call, i, count, bias_aligned, bias);
-  const int64_t first_row = group * rows_of_warp * kWarps + warp;
-  for (int first = 0; first < rows_of_warp && count > 0; first += kAtATime<T>) {
-    Inputs<Rule, T> inputs[kAtATime<T>];
-    const auto index = [&](int k) {
-      return VectorIndex{first_row + (first + k) * kWarps, i, count};
-    };
-    const auto is_there = [&](int k) {
-      return first + k < rows_of_warp && index(k).row < call.rows;
-    };
+  const DropoutMask mask = mask_of(call.rule);
+  for (int first = 0; first < rows; first += kAt) {
+    Inputs<Rule, T> there[kAt];
 #pragma unroll
-    for (int k = 0; k < kAtATime<T>; ++k) {
-      if (is_there(k)) inputs[k].fetch(call, index(k), aligned);
-    }
+    for (int k = 0; k < kAt; ++k) there[k] = inputs[k];
+    fetch(first + kAt);
     with_option(call.rule, [&](auto option) {
 #pragma unroll
-      for (int k = 0; k < kAtATime<T>; ++k) {
-        if (!is_there(k)) continue;
+      for (int k = 0; k < kAt; ++k) {
+        if (first + k >= rows) continue;
         Floats<kCount<T>> out[Rule::kOut];
-        inputs[k].add(call, bias);
-        inputs[k].evaluate(call, option, index(k), mask, out);
-        if (kHasOut<Rule>) put_all<Rule, T>(call, index(k), aligned, out);
+        there[k].add(call, bias);
+        there[k].evaluate(call, option, index(first + k), mask, out);
+        if (kHasOut<Rule>) put_all<Rule, T>(call, index(first + k), aligned, out);
 #pragma unroll
         for (int o = 0; o < Rule::kOut; ++o) sums[o] = sums[o] + out[o];
       }
@@ -258,7 +273,9 @@ void elementwise_cuda(const Elementwise<Rule>& call, void* stream) {
   for (const Rows& each : call.out) {
     if (each.is_present()) all.push_back(each);
   }
-  cuda::launch_over_list(call.rows, call.length, all, Rule::kOp,
+  bool has_bias = false;
+  for (const Rows& each : call.bias) has_bias |= each.is_present();
+  cuda::launch_over_list(call.rows, call.length, all, has_bias, Rule::kOp,
                          [&](auto storage, const cuda::ListLaunch& launch, bool aligned) {
     using T = decltype(storage);
     if constexpr (kHasSums<Rule>) {
@@ -271,8 +288,8 @@ void elementwise_cuda(const Elementwise<Rule>& call, void* stream) {
       }
     }
     if constexpr (kHasOut<Rule>) {
-      elements_kernel<Rule, T>
-          <<<launch.blocks, launch.threads, 0, cudaStream_t(stream)>>>(call, aligned, bias_aligned);
+      elements_kernel<Rule, T><<<launch.blocks, launch.threads, 0, cudaStream_t(stream)>>>(
+          call, launch, aligned, bias_aligned);
     }
   });
 }

@@ -36,7 +36,7 @@ struct Places {
   __device__ Places(const Slots& slots, int64_t token, int64_t first) {
 #pragma unroll
     for (int b = 0; b < kBatch; ++b) {
-      at[b] = first + b < slots.k ? slots.places[token * slots.k + first + b] : -1;
+      at[b] = first + b < slots.k ? __ldg(slots.places + token * slots.k + first + b) : -1;
     }
   }
 };
@@ -102,43 +102,11 @@ constexpr int kCount = 8;
 template <class T>
 using Vector = cuda::RowVector<T, kCount>;
 
-// The weights of the choices of a token from number `first` on; 1 if there are none. All are asked
-// for before any is there.
-template <int kBatch>
-struct Weights {
-  float of[kBatch];
-
-  __device__ Weights(const Rows& weights, const Slots& slots, int64_t token, int64_t first) {
-    const int64_t at = token * slots.k + first;
-    if (!weights.is_present()) {
-      read(slots, first, [](int) { return 1.0f; });
-    } else if (weights.dtype == Dtype::float32) {
-      const float* const floats = static_cast<const float*>(weights.data) + at;
-      read(slots, first, [&](int b) { return floats[b]; });
-    } else {
-      const Pointer<Any> numbers = weights.even_row<Any>(at);
-      read(slots, first,
-           [&](int b) { return cuda::load<cuda::Access::single, 1>(numbers + b, 1).lanes[0]; });
-    }
-  }
-
- private:
-  template <class Number>
-  __device__ void read(const Slots& slots, int64_t first, const Number& number_at) {
-#pragma unroll
-    for (int b = 0; b < kBatch; ++b) of[b] = first + b < slots.k ? number_at(b) : 1.0f;
-  }
-};
-
-// A vector of each row, from element i on.
-template <class T, int kBatch>
-__device__ void fetch_rows(const Slots& slots, const Rows& y, const Places<kBatch>& places,
-                           int64_t i, int count, bool aligned, Vector<T> (&vectors)[kBatch]) {
-#pragma unroll
-  for (int b = 0; b < kBatch; ++b) {
-    if (!slots.is_row(places.at[b])) continue;
-    vectors[b] = cuda::fetch<kCount>(y.row<T>(places.at[b]), i, count, aligned);
-  }
+// Only of Any may rows be in groups.
+template <class T>
+__device__ Pointer<T> row_of(const Rows& rows, int64_t row) {
+  if constexpr (std::is_same_v<T, Any>) return rows.row<T>(row);
+  return rows.even_row<T>(row);
 }
 
 // How many of the elements from number i on there are in a vector; 0 beyond the row.
@@ -146,33 +114,95 @@ __device__ int count_at(int64_t i, int64_t length) {
   return int(::max(int64_t(0), ::min(int64_t(kCount), length - i)));
 }
 
-// A thread has a vector: of so short a kernel many threads hide best what each one waits for.
+// Some choices of the tokens of a block, in its shared memory, so that rows need not wait for
+// memory twice.
+template <int kMost, int kBatch>
+struct NearChoices {
+  int64_t places[kMost][kBatch];  // below 0: none
+  float weights[kMost][kBatch];   // 1 where there are none
+
+  // Those from number `choice` on; all threads of the block call it.
+  __device__ void read(const Slots& slots, const Rows& of_slots, int64_t token, int tokens,
+                       int64_t choice) {
+    __syncthreads();
+    for (int n = int(threadIdx.x); n < tokens * kBatch; n += int(blockDim.x)) {
+      const int t = n / kBatch, b = n % kBatch;
+      int64_t place = -1;
+      if (token + t < slots.tokens && choice + b < slots.k) {
+        const int64_t at = (token + t) * slots.k + choice + b;
+        place = slots.places[at];
+        if (!slots.is_row(place)) place = -1;
+        weights[t][b] = 1.0f;
+        if (of_slots.is_present()) {
+          weights[t][b] =
+              cuda::load<cuda::Access::single, 1>(of_slots.even_row<Any>(at), 1).lanes[0];
+        }
+      }
+      places[t][b] = place;
+    }
+    __syncthreads();
+  }
+};
+
+constexpr int kTokens = 4;  // of a block, if it has all their choices at once
+template <int kBatch>
+constexpr int kVectorsOf = kBatch > 2 ? 1 : 2;  // of a thread, of each choice
+
+// 64 registers are enough where vectors are of 16 bits, and make four blocks.
+template <class T>
+constexpr int kBlocks = std::is_same_v<T, BFloat16> || std::is_same_v<T, Half> ? 4 : 1;
+
 template <class T, int kBatch>
-__global__ void __launch_bounds__(kMostThreads)
+__global__ void __launch_bounds__(kMostThreads, kBlocks<T>)
     unpermute_kernel(const __grid_constant__ Unpermute call, const __grid_constant__ Parts parts,
-                     bool aligned) {
-  const int64_t token = blockIdx.x / parts.of_row;
-  const int64_t i = (int64_t(blockIdx.x % parts.of_row) * blockDim.x + threadIdx.x) * kCount;
-  const int count = count_at(i, call.length);
+                     int tokens, bool aligned) {
+  constexpr int kVectors = kVectorsOf<kBatch>;
+  __shared__ NearChoices<kTokens, kBatch> near;
+  const Slots& slots = call.slots;
+  const int64_t first_token = int64_t(blockIdx.x / parts.of_row) * tokens;
+  const int64_t first =
+      (int64_t(blockIdx.x % parts.of_row) * blockDim.x * kVectors + threadIdx.x) * kCount;
+  const int64_t stride = int64_t(blockDim.x) * kCount;
   cuda::let_next_begin();
   cuda::wait_for_previous();
-  if (count == 0) return;
-  Floats<kCount> sums = 0.0f;
-  bool is_first = true;
-  for (int64_t choice = 0; choice < call.slots.k; choice += kBatch) {
-    const Places<kBatch> places(call.slots, token, choice);
-    Vector<T> vectors[kBatch];
-    fetch_rows<T>(call.slots, call.y, places, i, count, aligned, vectors);
-    const Weights<kBatch> weights(call.weights, call.slots, token, choice);
+  for (int t = 0; t < tokens && first_token + t < slots.tokens; ++t) {
+    Floats<kCount> sums[kVectors];
 #pragma unroll
-    for (int b = 0; b < kBatch; ++b) {
-      if (!call.slots.is_row(places.at[b])) continue;
-      const Floats<kCount> term = floats_of(vectors[b]) * Floats<kCount>(weights.of[b]);
-      sums = is_first ? term : sums + term;
-      is_first = false;
+    for (int v = 0; v < kVectors; ++v) sums[v] = -0.0f;  // to which a first term is added as it is
+    bool is_empty = true;
+    for (int64_t choice = 0; choice < slots.k; choice += kBatch) {
+      if (t == 0) near.read(slots, call.weights, first_token, tokens, choice);
+      Vector<T> vectors[kVectors][kBatch];
+#pragma unroll
+      for (int b = 0; b < kBatch; ++b) {
+        const int64_t place = near.places[t][b];
+        if (place < 0) continue;
+        const Pointer<T> row = row_of<T>(call.y, place);
+#pragma unroll
+        for (int v = 0; v < kVectors; ++v) {
+          const int count = count_at(first + v * stride, call.length);
+          if (count == 0) continue;
+          vectors[v][b] = cuda::fetch<kCount>(row, first + v * stride, count, aligned);
+        }
+      }
+#pragma unroll
+      for (int b = 0; b < kBatch; ++b) {
+        if (near.places[t][b] < 0) continue;
+        const Floats<kCount> weight = near.weights[t][b];
+#pragma unroll
+        for (int v = 0; v < kVectors; ++v) sums[v] = sums[v] + floats_of(vectors[v][b]) * weight;
+        is_empty = false;
+      }
+    }
+#pragma unroll
+    for (int v = 0; v < kVectors; ++v) {
+      const int count = count_at(first + v * stride, call.length);
+      if (count == 0) continue;
+      if (is_empty) sums[v] = 0.0f;
+      cuda::put<cuda::Stored::streamed>(call.out.even_row<T>(first_token + t), first + v * stride,
+                                        count, aligned, sums[v]);
     }
   }
-  cuda::put<cuda::Stored::streamed>(call.out.even_row<T>(token), i, count, aligned, sums);
 }
 
 struct Block {  // that adds up over all of its threads
@@ -183,6 +213,8 @@ template <class T, int kBatch>
 __global__ void __launch_bounds__(kMostThreads)
     unpermute_backward_kernel(const __grid_constant__ UnpermuteBackward call, bool aligned) {
   constexpr int kVectors = kTogether / kBatch;
+  __shared__ NearChoices<1, kBatch> near;
+  const int64_t (&places)[kBatch] = near.places[0];
   const Slots& slots = call.slots;
   if (blockIdx.x >= slots.tokens) {
     const unsigned block = unsigned(blockIdx.x - slots.tokens);
@@ -192,35 +224,40 @@ __global__ void __launch_bounds__(kMostThreads)
     return clear_rows(slots, static_cast<uint16_t*>(call.grad_y.data), call.length, block);
   }
   const int64_t token = blockIdx.x;
-  const Pointer<T> grad_out = call.grad_out.row<T>(token);
+  const Pointer<T> grad_out = row_of<T>(call.grad_out, token);
   const int64_t stride = int64_t(blockDim.x) * kCount;
   int number = 0;
   for (int64_t choice = 0; choice < slots.k; choice += kBatch) {
-    const Places<kBatch> places(slots, token, choice);
-    const Weights<kBatch> weights(call.weights, slots, token, choice);
+    near.read(slots, call.weights, token, 1, choice);
     float dots[kBatch] = {};
     for (int64_t i = int64_t(threadIdx.x) * kCount; i < call.length; i += kVectors * stride) {
       Vector<T> grads[kVectors], vectors[kVectors][kBatch];
 #pragma unroll
       for (int v = 0; v < kVectors; ++v) {
-        const int count = count_at(i + v * stride, call.length);
+        const int64_t at = i + v * stride;
+        const int count = count_at(at, call.length);
         if (count == 0) continue;
-        grads[v] = cuda::fetch<kCount>(grad_out, i + v * stride, count, aligned);
-        fetch_rows<T>(slots, call.y, places, i + v * stride, count, aligned, vectors[v]);
+        grads[v] = cuda::fetch<kCount>(grad_out, at, count, aligned);
+#pragma unroll
+        for (int b = 0; b < kBatch; ++b) {
+          if (places[b] < 0) continue;
+          vectors[v][b] = cuda::fetch<kCount>(row_of<T>(call.y, places[b]), at, count, aligned);
+        }
       }
 #pragma unroll
       for (int v = 0; v < kVectors; ++v) {
-        const int count = count_at(i + v * stride, call.length);
+        const int64_t at = i + v * stride;
+        const int count = count_at(at, call.length);
         if (count == 0) continue;
         const Floats<kCount> grad = floats_of(grads[v]);
 #pragma unroll
         for (int b = 0; b < kBatch; ++b) {
-          if (!slots.is_row(places.at[b])) continue;
+          if (places[b] < 0) continue;
           const Floats<kCount> terms = grad * floats_of(vectors[v][b]);
 #pragma unroll
           for (int lane = 0; lane < kCount; ++lane) dots[b] += terms.lanes[lane];
-          cuda::put<cuda::Stored::streamed>(call.grad_y.even_row<T>(places.at[b]), i + v * stride,
-                                            count, aligned, grad * Floats<kCount>(weights.of[b]));
+          cuda::put<cuda::Stored::streamed>(call.grad_y.even_row<T>(places[b]), at, count, aligned,
+                                            grad * Floats<kCount>(near.weights[0][b]));
         }
       }
     }
@@ -240,8 +277,9 @@ template <class Body>
 void with_vectors(std::initializer_list<Rows> all, int64_t length, const Body& body) {
   const Dtype dtype = all.begin()->dtype;
   const bool aligned = cuda::all_aligned(all);
-  const bool same =
-      std::all_of(all.begin(), all.end(), [&](const Rows& rows) { return rows.dtype == dtype; });
+  const bool same = std::all_of(all.begin(), all.end(), [&](const Rows& rows) {
+    return rows.dtype == dtype && rows.group == 0;
+  });
   if (!same || !aligned || length % kCount != 0) return body(Any{}, aligned);
   with_storage_type(dtype, [&](auto storage) { body(storage, true); });
 }
@@ -273,12 +311,14 @@ void unpermute_cuda(const Unpermute& call, void* stream) {
   with_vectors({call.y, call.out}, call.length, [&](auto storage, bool aligned) {
     with_batch(call.slots.k, [&](auto batch) {
       using T = decltype(storage);
-      const Parts parts(ceil_div(call.length, kCount), 1);
-      const unsigned blocks = unsigned(call.slots.tokens * parts.of_row);
+      const Parts parts(ceil_div(call.length, kCount), kVectorsOf<batch()>);
+      const bool few = call.slots.tokens <= cuda::kChainedRows;
+      const int tokens = call.slots.k <= batch() && !few ? kTokens : 1;
+      const unsigned blocks = unsigned(ceil_div(call.slots.tokens, tokens) * parts.of_row);
       const auto kernel = &unpermute_kernel<T, batch()>;
-      const bool chained = call.slots.tokens <= cuda::kChainedRows && cuda::can_chain(kernel, op);
+      const bool chained = few && cuda::can_chain(kernel, op);
       cuda::launch_kernel(kernel, {blocks, parts.threads, 0, 1, chained}, cudaStream_t(stream), op,
-                          call, parts, aligned);
+                          call, parts, tokens, aligned);
     });
   });
 }
