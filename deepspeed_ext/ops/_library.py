@@ -303,7 +303,10 @@ def _register_gradient(
         if all(grad is None for grad in grads):  # as a later function has returned None
             wanted = ctx.needs_input_grad
             return tuple([None] * len(each) if isinstance(each, list) else None for each in wanted)
-        return (backward or refuse)(ctx, *grads)
+        if torch.is_grad_enabled() or torch.compiler.is_compiling():
+            return (backward or refuse)(ctx, *grads)
+        with below_autograd():  # which has nothing to record
+            return (backward or refuse)(ctx, *grads)
 
     def set_up(ctx: Any, **values: Any) -> None:
         ctx.set_materialize_grads(False)  # no zeros for results that nothing depends on

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from deepspeed_ext.ops._activations import number_of, reference
-from deepspeed_ext.ops._library import define
+from deepspeed_ext.ops._library import call_on_tensors, define
 
 _LIBRARIES = {"cpu": "cpu_bias_activation", "cuda": "fused_bias_activation"}
 
@@ -75,7 +75,7 @@ def bias_activation(x: Tensor, bias: Tensor | None = None, *, activation: str = 
     ``bias_activation_ref`` is the same in float64.
     """
     number = number_of("bias_activation", activation)
-    out: Tensor = _op(x, bias, activation=number)
+    out: Tensor = call_on_tensors(_op, x, bias, activation=number)
     return out
 
 
@@ -84,8 +84,8 @@ def bias_activation_gradients(
 ) -> tuple[Tensor, Tensor]:
     """Return the gradients of x and bias, for who has no graph of autograd's."""
     number = number_of("bias_activation", activation)
-    grads: tuple[Tensor, Tensor] = _backward_op(
-        grad_out, x, bias, activation=number, needs_grad_bias=True
+    grads: tuple[Tensor, Tensor] = call_on_tensors(
+        _backward_op, grad_out, x, bias, activation=number, needs_grad_bias=True
     )
     return grads
 
