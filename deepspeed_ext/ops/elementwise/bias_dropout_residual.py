@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from deepspeed_ext.ops._dropout import kept_ref, seed_of
-from deepspeed_ext.ops._library import call_on_tensors, define
+from deepspeed_ext.ops._library import bare, define
 
 _LIBRARIES = {"cpu": "cpu_dropout", "cuda": "fused_dropout"}
 
@@ -57,6 +57,7 @@ _op = define(
     backward=_backward,
     setup_context=_save,
 )
+kernels = bare(_op), bare(_backward_op)  # for who has no graph of autograd's
 
 
 def bias_dropout_residual(
@@ -96,18 +97,8 @@ def bias_dropout_residual(
     2014. ``bias_dropout_residual_ref`` is the same in float64.
     """
     seed, p = seed_of("bias_dropout_residual", x, p, training, seed)
-    out: Tensor = call_on_tensors(_op, x, bias, residual, seed, p=p)
+    out: Tensor = _op(x, bias, residual, seed, p=p)
     return out
-
-
-def bias_dropout_residual_gradients(
-    grad_out: Tensor, bias: Tensor, seed: Tensor | None, p: float
-) -> tuple[Tensor, Tensor]:
-    """Return the gradients of x and bias, for who has no graph of autograd's."""
-    grads: tuple[Tensor, Tensor] = call_on_tensors(
-        _backward_op, grad_out, bias, seed, p=p, needs_grad_bias=True
-    )
-    return grads
 
 
 def bias_dropout_residual_ref(

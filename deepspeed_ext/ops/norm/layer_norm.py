@@ -5,10 +5,11 @@ from typing import Literal, overload
 import torch
 from torch import Tensor
 
-from deepspeed_ext.ops._library import call_on_tensors
+from deepspeed_ext.ops._library import bare
 from deepspeed_ext.ops.norm.norms import Norm, affine_ref, flat, rows_of, total_ref
 
 _norm = Norm("layer_norm")
+kernels = bare(_norm.op), bare(_norm.backward_op)  # for who has no graph of autograd's
 
 
 @overload
@@ -93,21 +94,11 @@ def layer_norm(
 
 
 def layer_norm_gradients(
-    grad_out: Tensor,
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor,
-    eps: float,
-    *,
-    grad_sum: Tensor | None = None,
+    grad_out: Tensor, x: Tensor, weight: Tensor, bias: Tensor, eps: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of x, with grad_sum added, weight and bias, for who has no graph."""
-    grads: tuple[Tensor, ...] = call_on_tensors(
-        *(_norm.backward_op, grad_out, grad_sum, x, weight, bias, None),
-        eps=eps,
-        weight_offset=0.0,
-        needs_grad_weight=True,
-    )
+    """Return the gradients of x, weight and bias, for who has no graph of autograd's."""
+    options = dict(eps=eps, weight_offset=0.0, needs_grad_weight=True)
+    grads: tuple[Tensor, ...] = _norm.backward_op(grad_out, None, x, weight, bias, None, **options)
     return grads[0], grads[1], grads[2]
 
 

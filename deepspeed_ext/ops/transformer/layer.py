@@ -12,6 +12,10 @@ from deepspeed_ext.ops.transformer.config import DeepSpeedTransformerConfig, che
 from deepspeed_ext.ops.transformer.nodes import Options, ahead_of_attention, behind_attention
 from deepspeed_ext.torch_internals.dispatch import is_in_backward
 
+_OTHERS = (  # that layers take elsewhere
+    *("head_mask", "layer_head_mask", "encoder_hidden_states", "encoder_attention_mask"),
+    *("past_key_value", "output_attentions", "grads"),
+)
 Seeds = tuple[Tensor | None, Tensor | None, Tensor | None]
 
 
@@ -145,26 +149,21 @@ class DeepSpeedTransformerLayer(nn.Module):
             ValueError: what is to be None is not.
             RuntimeError: a layer with a generator of its own is called again within a backward.
         """
-        others = dict(
-            head_mask=head_mask,
-            layer_head_mask=layer_head_mask,
-            encoder_hidden_states=encoder_hidden_states,
-            encoder_attention_mask=encoder_attention_mask,
-            past_key_value=past_key_value,
-            output_attentions=output_attentions or None,
-            grads=grads,
+        others = (
+            *(head_mask, layer_head_mask, encoder_hidden_states, encoder_attention_mask),
+            *(past_key_value, output_attentions or None, grads),
         )
-        for name, value in others.items():
+        for name, value in zip(_OTHERS, others, strict=True):
             if value is not None:
                 raise ValueError(
                     f"DeepSpeedTransformerLayer: {name} is given, expected none, as the layer does"
                     " nothing with it"
                 )
-        of_attention, *seeds = self._seeds(hidden_states.device)
         config = self.config
+        of_attention, of_sum, of_out = self._seeds(hidden_states.device)
         options = Options(
             heads=config.heads,
-            p=0.0 if seeds[0] is None else float(config.hidden_dropout_ratio),
+            p=0.0 if of_out is None else float(config.hidden_dropout_ratio),
             eps=float(config.layer_norm_eps),
             is_invertible=config.normalize_invertible and torch.is_grad_enabled(),
             activates_again=config.gelu_checkpoint,
@@ -172,7 +171,7 @@ class DeepSpeedTransformerLayer(nn.Module):
         norm, none = (self.norm_w, self.norm_b), (None, None)
         first, last = (norm, none) if config.pre_layer_norm else (none, norm)
         q, k, v, residual = ahead_of_attention(
-            hidden_states, first, self.attn_qkvw, self.attn_qkvb, options
+            options, hidden_states, first, self.attn_qkvw, self.attn_qkvb
         )
         p = config.attn_dropout_ratio if self.training else 0.0
         attended = dropout_attention(q, k, v, attention_mask, p=p, seed=of_attention)
@@ -180,7 +179,7 @@ class DeepSpeedTransformerLayer(nn.Module):
             *(self.attn_ow, self.attn_ob, self.attn_nw, self.attn_nb),
             *(self.inter_w, self.inter_b, self.output_w, self.output_b),
         )
-        out = behind_attention(attended, residual, (seeds[0], seeds[1]), weights, last, options)
+        out = behind_attention(options, attended, residual, (of_sum, of_out), weights, last)
         return (out,) if config.return_tuple else out
 
     def _seeds(self, device: torch.device) -> Seeds:
