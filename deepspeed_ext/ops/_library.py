@@ -250,11 +250,17 @@ def _explained(op: OpOverload, call: Callable[..., Any]) -> Callable[..., Any]:
 
     Looked at are calls that failed only: torch takes None for any tensor, and kernels fail then
     where they ask for its memory; of other kinds it tells the schema, not the function.
+
+    Where no gradient can be recorded, as in what torch.compile has made, the call goes past
+    autograd, whose kernel is in Python and takes as long as a small op.
     """
 
     def explained(*args: object, **keywords: object) -> Any:
         try:
-            return call(*args, **keywords)
+            if torch.is_grad_enabled() or is_in_forward_mode() or is_in_transform():
+                return call(*args, **keywords)
+            with below_autograd():
+                return call(*args, **keywords)
         except _OF_KINDS as error:
             _refuse_kind(op, args, keywords, error)
             raise
