@@ -213,6 +213,7 @@ class _Behind(torch.autograd.Function):
         norm_bias: Tensor | None,
     ) -> Tensor:
         p, hidden = options.p, residual.shape[-1]
+        out: Tensor
         with _unrecorded():
             joined = attended.transpose(1, 2).reshape(-1, hidden)
             rows = residual.reshape(-1, hidden)
@@ -221,19 +222,20 @@ class _Behind(torch.autograd.Function):
             inner = _linear(normed, inter_w)
             activated = _activation_op(inner, inter_b, activation=_GELU)
             product, last_norm = _linear(activated, output_w), _Norm()
+            # The result is no view, which nobody could write to.
+            product = product.view(residual.shape)
             if norm_weight is None or norm_bias is None:
-                out = _sum_op(product, output_b, total, last_seed, p=p)
+                out = _sum_op(product, output_b, total.view(residual.shape), last_seed, p=p)
             else:
-                last = _sum_op(product, output_b, normed, last_seed, p=p)
+                last = _sum_op(product, output_b, normed.view(residual.shape), last_seed, p=p)
                 out, last_norm = _norm(last, norm_weight, norm_bias, options)
-            result: Tensor = out.view(residual.shape)
         ctx.save_for_backward(
             *(joined, normed, inner, None if options.activates_again else activated),
             *(seed, last_seed, attn_ow, attn_ob, inter_w, inter_b, output_w, output_b),
             *(*norm, *last_norm),
         )
         ctx.options, ctx.shape = options, attended.shape
-        return result
+        return out
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Grads:
@@ -245,10 +247,11 @@ class _Behind(torch.autograd.Function):
         seed, last_seed, attn_ow, attn_ob, inter_w, inter_b, output_w, output_b, *norms = others
         norm, last_norm = _Norm(*norms[:4]), _Norm(*norms[4:])
         (_, p, eps, *_), needs = ctx.options, ctx.needs_input_grad
-        of_sum = grad_out.reshape(normed.shape)
+        of_sum = grad_out
         vectors: list[Tensor | None] = [None, None]
         if last_norm.kept is not None:
-            of_sum, *vectors = _norm_gradients(last_norm, of_sum, None, eps)
+            of_sum, *vectors = _norm_gradients(last_norm, grad_out, None, eps)
+        of_sum = of_sum.reshape(normed.shape)
         grad, of_output_b = _sum_backward_op(of_sum, output_b, last_seed, p=p, needs_grad_bias=True)
         if activated is None:
             activated = _activation_op(inner, inter_b, activation=_GELU)
