@@ -284,7 +284,7 @@ ROOMS = {  # inside of a package, likewise; its __init__ may import all
         ("sparse_attention_utils",),
     ),
     "ops/transformer": (
-        ("attention", "config", "layer_norm", "saving", "scale_mask_softmax"),
+        ("attention", "config", "layer_norm", "nodes", "scale_mask_softmax"),
         ("layer", "multi_head_attention"),
     ),
     "op_builder": (

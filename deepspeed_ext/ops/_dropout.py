@@ -39,7 +39,7 @@ def draw_seeds(
 ) -> tuple[Tensor, ...]:
     """Return so many seeds, of one element each, by one call of a generator, or of torch's own."""
     made = torch.randint(2**63 - 1, (count,), device=device, generator=generator)
-    return tuple(made[i : i + 1] for i in range(count))
+    return tuple(made.split(1))
 
 
 def kept_ref(seed: Tensor | None, p: float, like: Tensor) -> Tensor:

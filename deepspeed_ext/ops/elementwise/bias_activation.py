@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from deepspeed_ext.ops._activations import number_of, reference
-from deepspeed_ext.ops._library import define
+from deepspeed_ext.ops._library import bare, define
 
 _LIBRARIES = {"cpu": "cpu_bias_activation", "cuda": "fused_bias_activation"}
 
@@ -50,6 +50,7 @@ _op = define(
     backward=_backward,
     setup_context=_save,
 )
+kernels = bare(_op), bare(_backward_op)  # for who has no graph of autograd's
 
 
 def bias_activation(x: Tensor, bias: Tensor | None = None, *, activation: str = "gelu") -> Tensor:
@@ -77,17 +78,6 @@ def bias_activation(x: Tensor, bias: Tensor | None = None, *, activation: str = 
     number = number_of("bias_activation", activation)
     out: Tensor = _op(x, bias, activation=number)
     return out
-
-
-def bias_activation_gradients(
-    grad_out: Tensor, x: Tensor, bias: Tensor, activation: str
-) -> tuple[Tensor, Tensor]:
-    """Return the gradients of x and bias, for who has no graph of autograd's."""
-    number = number_of("bias_activation", activation)
-    grads: tuple[Tensor, Tensor] = _backward_op(
-        grad_out, x, bias, activation=number, needs_grad_bias=True
-    )
-    return grads
 
 
 def bias_activation_ref(

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from deepspeed_ext.ops._dropout import kept_ref, seed_of
-from deepspeed_ext.ops._library import define
+from deepspeed_ext.ops._library import bare, define
 
 _LIBRARIES = {"cpu": "cpu_dropout", "cuda": "fused_dropout"}
 
@@ -57,6 +57,7 @@ _op = define(
     backward=_backward,
     setup_context=_save,
 )
+kernels = bare(_op), bare(_backward_op)  # for who has no graph of autograd's
 
 
 def bias_dropout_residual(

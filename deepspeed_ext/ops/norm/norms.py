@@ -17,6 +17,7 @@ class Norm:
         name: "rms_norm" or "layer_norm".
 
     Attributes:
+        op: without a residual.
         backward_op: returns all gradients.
     """
 
@@ -30,7 +31,7 @@ class Norm:
             libraries,
             fake=_backward_fake,
         )
-        self._op = define(
+        self.op = define(
             f"{name}(Tensor x, Tensor? weight, Tensor? bias, {_OPTIONS}) -> Tensor",
             libraries,
             fake=lambda x, weight, bias, **options: x.new_empty(x.shape),
@@ -62,7 +63,7 @@ class Norm:
         if residual is None:
             if x_bias is not None:
                 raise ValueError(f"{self._name}: x_bias is given, expected a residual beside it")
-            return self._op(x, weight, bias, **options)
+            return self.op(x, weight, bias, **options)
         inputs = (x, residual, x_bias, weight, bias)
         needs_sum = return_sum or (
             torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in inputs)

@@ -4,20 +4,20 @@ import math
 from collections.abc import Sequence
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from deepspeed_ext.ops._dropout import draw_seeds
 from deepspeed_ext.ops._kinds import check_kinds
-from deepspeed_ext.ops.elementwise.bias_activation import bias_activation
-from deepspeed_ext.ops.elementwise.bias_dropout_residual import bias_dropout_residual
-from deepspeed_ext.ops.norm.layer_norm import layer_norm
-from deepspeed_ext.ops.transformer.attention import dropout_attention, heads_of
+from deepspeed_ext.ops.transformer.attention import dropout_attention
 from deepspeed_ext.ops.transformer.config import DeepSpeedTransformerConfig, check_config
-from deepspeed_ext.ops.transformer.saving import activated_linear, invertible_norm
+from deepspeed_ext.ops.transformer.nodes import Options, ahead_of_attention, behind_attention
 from deepspeed_ext.torch_internals.dispatch import is_in_backward
 
 _NAME = "DeepSpeedTransformerLayer"
+_OTHERS = (  # that layers take elsewhere
+    *("head_mask", "layer_head_mask", "encoder_hidden_states", "encoder_attention_mask"),
+    *("past_key_value", "output_attentions", "grads"),
+)
 Seeds = tuple[Tensor | None, Tensor | None, Tensor | None]
 
 
@@ -153,62 +153,38 @@ class DeepSpeedTransformerLayer(nn.Module):
             ValueError: what is to be None is not.
             RuntimeError: a layer with a generator of its own is called again within a backward.
         """
-        others = dict(
-            head_mask=head_mask,
-            layer_head_mask=layer_head_mask,
-            encoder_hidden_states=encoder_hidden_states,
-            encoder_attention_mask=encoder_attention_mask,
-            past_key_value=past_key_value,
-            output_attentions=output_attentions or None,
-            grads=grads,
+        others = (
+            *(head_mask, layer_head_mask, encoder_hidden_states, encoder_attention_mask),
+            *(past_key_value, output_attentions or None, grads),
         )
-        for name, value in others.items():
+        for name, value in zip(_OTHERS, others, strict=True):
             if value is not None:
                 raise ValueError(
                     f"{_NAME}: {name} is given, expected none, as the layer does nothing with it"
                 )
         check_kinds(_NAME, hidden_states=(hidden_states, Tensor))
-        seeds = self._seeds(hidden_states.device)
-        if self.config.pre_layer_norm:
-            normed = self._norm(hidden_states, self.norm_w, self.norm_b)
-            total = self._attend(normed, hidden_states, attention_mask, seeds)
-            normed = self._norm(total, self.attn_nw, self.attn_nb)
-            out = self._feed_forward(normed, total, seeds)
-        else:
-            total = self._attend(hidden_states, hidden_states, attention_mask, seeds)
-            normed = self._norm(total, self.attn_nw, self.attn_nb)
-            total = self._feed_forward(normed, normed, seeds)
-            out = self._norm(total, self.norm_w, self.norm_b)
-        return (out,) if self.config.return_tuple else out
-
-    def _attend(
-        self, x: Tensor, residual: Tensor, attention_mask: Tensor | None, seeds: Seeds
-    ) -> Tensor:
-        heads = int(self.config.heads)
-        q, k, v = heads_of(_NAME, x, self.attn_qkvw, self.attn_qkvb, heads)
-        p = float(self.config.attn_dropout_ratio) if self.training else 0.0
-        out = dropout_attention(q, k, v, attention_mask, p=p, seed=seeds[0])
-        product = F.linear(out.transpose(1, 2).reshape(x.shape), self.attn_ow)
-        return self._dropped(product, self.attn_ob, residual, seeds[1])
-
-    def _feed_forward(self, x: Tensor, residual: Tensor, seeds: Seeds) -> Tensor:
-        product = F.linear(x, self.inter_w)
-        if self.config.gelu_checkpoint:
-            out = activated_linear(product, self.inter_b, self.output_w)
-        else:
-            activated = bias_activation(product, self.inter_b, activation="gelu_tanh")
-            out = F.linear(activated, self.output_w)
-        return self._dropped(out, self.output_b, residual, seeds[2])
-
-    def _dropped(self, x: Tensor, bias: Tensor, residual: Tensor, seed: Tensor | None) -> Tensor:
-        p = 0.0 if seed is None else float(self.config.hidden_dropout_ratio)
-        return bias_dropout_residual(x, bias, residual, p, seed=seed)
-
-    def _norm(self, x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-        eps = float(self.config.layer_norm_eps)
-        if self.config.normalize_invertible and torch.is_grad_enabled():
-            return invertible_norm(x, weight, bias, eps)
-        return layer_norm(x, weight, bias, eps=eps)
+        config = self.config
+        of_attention, of_sum, of_out = self._seeds(hidden_states.device)
+        options = Options(
+            heads=int(config.heads),
+            p=0.0 if of_out is None else float(config.hidden_dropout_ratio),
+            eps=float(config.layer_norm_eps),
+            is_invertible=config.normalize_invertible and torch.is_grad_enabled(),
+            activates_again=config.gelu_checkpoint,
+        )
+        norm, none = (self.norm_w, self.norm_b), (None, None)
+        first, last = (norm, none) if config.pre_layer_norm else (none, norm)
+        q, k, v, residual = ahead_of_attention(
+            options, hidden_states, first, self.attn_qkvw, self.attn_qkvb
+        )
+        p = float(config.attn_dropout_ratio) if self.training else 0.0
+        attended = dropout_attention(q, k, v, attention_mask, p=p, seed=of_attention)
+        weights = (
+            *(self.attn_ow, self.attn_ob, self.attn_nw, self.attn_nb),
+            *(self.inter_w, self.inter_b, self.output_w, self.output_b),
+        )
+        out = behind_attention(options, attended, residual, (of_sum, of_out), weights, last)
+        return (out,) if config.return_tuple else out
 
     def _seeds(self, device: torch.device) -> Seeds:
         """Return those of probabilities, attention and layer; None where nothing is dropped."""

@@ -248,6 +248,48 @@ def test_can_be_compiled(pre_layer_norm: bool) -> None:
         assert_close(found[1], [t.double() for t in found[0]], 1e-5)
 
 
+def test_frozen_parameters_and_a_graph_that_is_kept(device: str) -> None:
+    x, mask, grad = inputs(device)
+    for pre_layer_norm in (False, True):
+        layer = made(device, pre_layer_norm=pre_layer_norm, hidden_dropout_ratio=0.3)
+        torch.manual_seed(2)
+        want = results(layer, x, mask, grad)
+        for frozen in (["attn_qkvw", "inter_w", "output_b"], ["attn_ow", "attn_qkvb", "norm_w"]):
+            parameters = dict(layer.named_parameters())
+            leaves = [p.requires_grad_(name not in frozen) for name, p in parameters.items()]
+            torch.manual_seed(2)
+            out = layer(x, mask)  # which wants no gradient, either
+            out += 1  # it is no view of another tensor
+            for _ in range(2):
+                out.backward(grad, retain_graph=True)
+            for leaf, of_leaf in zip(leaves, want[2:], strict=True):
+                assert (leaf.grad is None) == (not leaf.requires_grad)
+                if leaf.grad is not None:
+                    assert_close([leaf.grad], [2 * of_leaf.cpu().double()], 1e-5)
+                leaf.grad = None
+
+
+def test_no_gradient_of_a_gradient(device: str) -> None:
+    """An error that says so, also where another gradient would be left."""
+    x, mask, _ = inputs(device)
+    for pre_layer_norm in (False, True):
+        layer = made(device, pre_layer_norm=pre_layer_norm)
+        for leaf in (x.requires_grad_(), layer.inter_w):
+            out = layer(x, mask).sum()
+            [found] = torch.autograd.grad(out, leaf, create_graph=True)
+            with pytest.raises(RuntimeError, match="Layer: the gradient of a gradient is wanted"):
+                (out + found.square().sum()).backward()
+
+
+def test_no_rows() -> None:
+    layer = made(attn_dropout_ratio=0.1, hidden_dropout_ratio=0.1)
+    for shape in ((0, 3, 24), (2, 0, 24)):
+        x = torch.randn(shape, requires_grad=True)
+        out = layer(x)
+        out.sum().backward()
+        assert out.shape == shape and not layer.attn_qkvw.grad.any()
+
+
 def test_a_generator_of_its_own() -> None:
     x, mask, _ = inputs("cpu")
     options = dict(attn_dropout_ratio=0.3, hidden_dropout_ratio=0.3)
