@@ -6,6 +6,7 @@
 
 #include "attention/prefill/prefill_warpgroups_fetch_cuda.cuh"
 #include "attention/prefill/prefill_warpgroups_rows_cuda.cuh"
+#include "attention/prefill/prefill_warpgroups_widen_cuda.cuh"
 
 namespace dsx::cuda {
 
@@ -26,7 +27,7 @@ __global__ void __launch_bounds__(Shape::kThreads, 1)
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
   using Pipeline = WarpgroupPipeline<Shape>;
   extern __shared__ __align__(1024) char shared_bytes[];
-  Pipeline& pipeline = *reinterpret_cast<Pipeline*>(shared_bytes + Pipeline::bytes());
+  Pipeline& pipeline = *reinterpret_cast<Pipeline*>(shared_bytes + Pipeline::kBytesBefore);
   if (threadIdx.x == 0) pipeline.begin();
   __syncthreads();
   const int group = __shfl_sync(0xffffffff, int(threadIdx.x) / Shape::kGroupThreads, 0);
@@ -42,17 +43,25 @@ __global__ void __launch_bounds__(Shape::kThreads, 1)
       QueryFetcher<Shape> fetcher(call, shared_bytes, pipeline, int(threadIdx.x) - 32);
       for_each_strip<Shape>(call, [&](const StripOfRows& strip) { fetcher.fetch(strip); });
     }
+  } else if (Shape::kCodes && group == 1) {
+    if constexpr (Shape::kCodes) {
+      give_registers<Shape::kWidenRegisters>();
+      CodeWidener<Shape> widener(call, shared_bytes, pipeline);
+      for_each_strip<Shape>(call, [&](const StripOfRows& strip) {
+        widener.widen(strip, SeenTiles<Shape>(call, strip));
+      });
+    }
   } else {
     take_registers<Shape::kRowRegisters>();
-    GroupRows<Shape> rows(call, shared_bytes, pipeline, group - 1);
+    GroupRows<Shape> rows(call, shared_bytes, pipeline, group - Shape::kOthers);
     StripsOfBlock strips(call, Shape::kRows);
     while (strips.next()) {
       const StripOfRows strip(call, strips.number(), Shape::kRows);
       const int there = strip.rows() - strip.first_row;
       if (strip.wrong || there < Shape::kRows) {
         store_the_rest(call, strip, Shape::kRows, strip.wrong,
-                       int(threadIdx.x) - Shape::kGroupThreads,
-                       Shape::kGroups * Shape::kGroupThreads);
+                       int(threadIdx.x) - Shape::kOthers * Shape::kGroupThreads,
+                       Shape::kRowThreads);
       }
       if (!strip.wrong && there > 0) rows.attend(strip, SeenTiles<Shape>(call, strip));
     }

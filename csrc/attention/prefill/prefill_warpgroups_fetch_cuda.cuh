@@ -11,6 +11,12 @@ struct PrefillMaps {
   CUtensorMap keys, values;
 };
 
+// A page that rows of a strip may see; -1 if there is none, or nothing in it.
+__device__ inline int page_of_strip(const PrefillAttention& call, const StripOfRows& strip,
+                                    int number) {
+  return number * kPageTokens < strip.length ? int(call.kv.page_of(strip.slot, number)) : -1;
+}
+
 // The thread that fetches tiles.
 template <class Shape>
 class TileFetcher {
@@ -24,16 +30,19 @@ class TileFetcher {
     ask_for_map(maps.values);
   }
 
-  // Those of a strip, in the order in which they are multiplied: values come after the keys of the
-  // next tile.
+  // Those of a strip.
   __device__ void fetch(const StripOfRows& strip, const SeenTiles<Shape>& tiles) {
-    PagesOfTile pages = look_up(strip, tiles.begin), before = pages;
-    for (int number = tiles.begin; number <= tiles.end; ++number) {
-      const PagesOfTile next = look_up(strip, number + 1);  // early, as it takes a while
-      if (number < tiles.end) fetch(0, maps_.keys, strip.head, pages);
-      if (number > tiles.begin) fetch(1, maps_.values, strip.head, before);
-      before = pages, pages = next;
-    }
+    PagesOfTile next = look_up(strip, tiles.begin), pages = next, before = next;
+    tiles.for_each(
+        [&](int number) {
+          before = pages, pages = next;
+          next = look_up(strip, number + 1);  // early, as it takes a while
+          fetch<0>(maps_.keys, strip.head, pages);
+        },
+        [&](int) {
+          fetch<1>(maps_.values, strip.head, before);
+          before = pages;
+        });
   }
 
  private:
@@ -46,32 +55,34 @@ class TileFetcher {
     PagesOfTile pages;
 #pragma unroll
     for (int i = 0; i < Shape::kPages; ++i) {
-      const int number = tile * Shape::kPages + i;
-      pages.number[i] = -1;
-      if (number * kPageTokens < strip.length) {
-        pages.number[i] = int(call_.kv.page_of(strip.slot, number));
-      }
+      pages.number[i] = page_of_strip(call_, strip, tile * Shape::kPages + i);
     }
     return pages;
   }
 
-  __device__ void fetch(int which, const CUtensorMap& map, int head, const PagesOfTile& pages) {
-    StageAndPhase<Shape::kStages>& at = at_[which];
-    Barrier* const full = &pipeline_.full[which][at.stage];
-    wait_for(&pipeline_.empty[which][at.stage], at.phase ^ 1);
-    arrive_expecting(full, Shape::kTileBytes);
-    char* const tile = Pipeline::tile(memory_, which, at.stage);
+  template <int kWhich>
+  __device__ void fetch(const CUtensorMap& map, int head, const PagesOfTile& pages) {
+    StageAndPhase<Shape::kStages>& at = at_[kWhich];
+    Barrier* const full = &pipeline_.coming().full[kWhich][at.stage];
+    wait_for(&pipeline_.coming().empty[kWhich][at.stage], at.phase ^ 1);
+    arrive_expecting(full, kPanels * Shape::kPages * kPagePanelBytes);
+    char* const tile = Pipeline::coming(memory_, kWhich, at.stage);
 #pragma unroll
-    for (int panel = 0; panel < Shape::kPanels; ++panel) {
+    for (int panel = 0; panel < kPanels; ++panel) {
 #pragma unroll
       for (int i = 0; i < Shape::kPages; ++i) {
-        char* const near = tile + panel * Shape::kPanelBytes + i * Shape::kPagePanelBytes;
+        char* const near = tile + (panel * Shape::kPages + i) * kPagePanelBytes;
         const TileOrigin origin{panel * Shape::kPanelElements, 0, head, pages.number[i]};
         fetch_page_tile(near, map, origin, full);
       }
     }
     at.advance();
   }
+
+  // Codes come as one panel.
+  static constexpr int kPanels = Shape::kCodes ? 1 : Shape::kPanels;
+  static constexpr int kPagePanelBytes =
+      Shape::kCodes ? kPageTokens * Shape::kWidth : Shape::kPagePanelBytes;
 
   const PrefillAttention& call_;
   const PrefillMaps& maps_;
@@ -97,7 +108,7 @@ class QueryFetcher {
     const bool lacks = __any_sync(0xffffffff, lacks_some_page(strip));
     wait_for(&pipeline_.queries_empty, phase_ ^ 1);
     if (thread_ % 32 == 0) pipeline_.lacks_pages[thread_ / 32] = lacks;
-    const unsigned near = shared_address(Pipeline::queries(memory_));
+    const unsigned near = shared_address(memory_);
     constexpr int kChunks = Shape::kWidth / 8;
 #pragma unroll 1
     for (int i = thread_; i < Shape::kRows * kChunks; i += kThreads) {

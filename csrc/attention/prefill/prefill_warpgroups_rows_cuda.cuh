@@ -27,8 +27,6 @@ class GroupRows {
   __device__ GroupRows(const PrefillAttention& call, char* memory, Pipeline& pipeline, int group)
       : call_(call), memory_(memory), pipeline_(pipeline), group_(group) {
     factor_ = call.scale * kLog2OfE;
-    queries_ =
-        tma_tile_factors(shared_address(memory) + unsigned(group * Shape::kGroupQueryBytes));
     if (Shape::kTakesTurns && group == Shape::kGroups - 1) end_turn();  // it is the first one's
   }
 
@@ -48,9 +46,8 @@ class GroupRows {
     query_phase_ ^= 1;
     end_tiles();
     if (lacks != 0) {
-      const int thread = threadIdx.x - Shape::kGroupThreads;
-      store_the_rest(call_, strip, Shape::kRows, true, thread,
-                     Shape::kGroups * Shape::kGroupThreads);
+      const int thread = threadIdx.x - Shape::kOthers * Shape::kGroupThreads;
+      store_the_rest(call_, strip, Shape::kRows, true, thread, Shape::kRowThreads);
     } else {
       store(strip);
     }
@@ -82,8 +79,7 @@ class GroupRows {
     end_batch();
     wait_for_batches<0>();
     use_from_here(scores_);
-    release_keys();
-    weigh(number, is_edge);
+    make_weights(number, is_edge);
     if (number + 1 < end) wait_for_keys();
     round_weights();
     if (is_edge) look_at_values(number);
@@ -95,14 +91,13 @@ class GroupRows {
     begin_products();
     multiply_keys();
     end_batch();
-    wait_for(&pipeline_.full[1][values_.stage], values_.phase);
+    wait_for(&pipeline_.tiles.full[1][values_.stage], values_.phase);
     add_values();
     end_batch();
     end_turn();
     wait_for_batches<1>();
     use_from_here(scores_);
-    release_keys();
-    const bool grows = weigh(number, is_edge);
+    const bool grows = make_weights(number, is_edge);
     use_from_here(scores_);
     if (number + 1 < end) wait_for_keys();
     wait_for_batches<0>();
@@ -114,7 +109,7 @@ class GroupRows {
   }
 
   __device__ void end_tiles() {
-    wait_for(&pipeline_.full[1][values_.stage], values_.phase);
+    wait_for(&pipeline_.tiles.full[1][values_.stage], values_.phase);
     begin_products();
     add_values();
     end_batch();
@@ -137,27 +132,29 @@ class GroupRows {
   }
 
   __device__ void wait_for_keys() const {
-    wait_for(&pipeline_.full[0][keys_.stage], keys_.phase);
+    wait_for(&pipeline_.tiles.full[0][keys_.stage], keys_.phase);
   }
   __device__ void release(Barrier* empty) const {
     if (lane() == 0) arrive(empty);
   }
   __device__ void release_keys() {
-    release(&pipeline_.empty[0][keys_.stage]);
+    release(&pipeline_.tiles.empty[0][keys_.stage]);
     keys_.advance();
   }
   __device__ void release_values() {
-    release(&pipeline_.empty[1][values_.stage]);
+    release(&pipeline_.tiles.empty[1][values_.stage]);
     values_.advance();
   }
 
   __device__ void multiply_keys() {
     const unsigned near = shared_address(Pipeline::tile(memory_, 0, keys_.stage));
     const uint64_t keys = tma_tile_factors(near);
+    const uint64_t queries =
+        tma_tile_factors(shared_address(memory_) + unsigned(group_ * Shape::kGroupQueryBytes));
 #pragma unroll
     for (int step = 0; step < Shape::kWidth / 16; ++step) {
       const int panel = step / 4, bytes = step % 4 * 32;
-      begin_product<T>(scores_, further(queries_, panel * Shape::kQueryPanelBytes + bytes),
+      begin_product<T>(scores_, further(queries, panel * Shape::kQueryPanelBytes + bytes),
                        further(keys, panel * Shape::kPanelBytes + bytes), step > 0);
     }
   }
@@ -172,10 +169,36 @@ class GroupRows {
     }
   }
 
-  // From products with keys to weights; what is not seen has none. Tells whether what was found so
-  // far is to be scaled by scaling_.
+  // From products with keys, which are not needed any more, to what values are multiplied by. Tells
+  // whether what was found so far is to be scaled by scaling_.
+  __device__ bool make_weights(int number, bool is_edge) {
+    if constexpr (Shape::kCodes) scale_scores(pipeline_.key_scales[keys_.stage]);
+    release_keys();
+    const bool grows = weigh(number, is_edge);
+    if constexpr (Shape::kCodes) {
+      scale_scores(pipeline_.value_scales[value_scales_]);
+      value_scales_ = value_scales_ + 1 == Pipeline::kValueStages ? 0 : value_scales_ + 1;
+      if (is_edge) leave_seen(number * Shape::kKeys + lane() % 4 * 2, 0);  // a scale may be NaN
+    }
+    return grows;
+  }
+
+  // By the scales of a tile's codes.
+  __device__ void scale_scores(const float* scales) {
+    const auto of_lane =
+        reinterpret_cast<const float4*>(scales + lane() % 4 * Shape::kLaneScales);
+#pragma unroll
+    for (int n = 0; n < kKeyTiles; n += 2) {
+      const float4 four = of_lane[n / 2];
+      const float each[4] = {four.x, four.y, four.z, four.w};
+#pragma unroll
+      for (int k = 0; k < 8; ++k) scores_[n * 4 + k] *= each[k / 4 * 2 + k % 2];
+    }
+  }
+
+  // From products with keys to weights; what is not seen has none.
   __device__ bool weigh(int number, bool is_edge) {
-    if (is_edge) leave_seen(number * Shape::kKeys + lane() % 4 * 2);
+    if (is_edge) leave_seen(number * Shape::kKeys + lane() % 4 * 2, -INFINITY);
     bool grows = false;
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
@@ -216,8 +239,8 @@ class GroupRows {
     return ::fmaxf(all, __shfl_xor_sync(0xffffffff, all, 2));
   }
 
-  // Of scores for keys from number `key` on: those of keys not seen become -inf.
-  __device__ void leave_seen(int key) {
+  // Of scores, or weights, for keys from number `key` on: those of keys not seen become `other`.
+  __device__ void leave_seen(int key, float other) {
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       const int begin = int(seen_at(position_[i], call_.window).begin) - key;
@@ -227,7 +250,7 @@ class GroupRows {
 #pragma unroll
         for (int k = 0; k < 2; ++k) {
           float& score = scores_[n * 4 + i * 2 + k];
-          score = n * 8 + k >= begin && n * 8 + k <= last ? score : -INFINITY;
+          score = n * 8 + k >= begin && n * 8 + k <= last ? score : other;
         }
       }
     }
@@ -257,11 +280,12 @@ class GroupRows {
   // must not reach those. They are added to the rows that see them, and become 0. All groups come
   // here with the same tile.
   __device__ void look_at_values(int number) {
-    wait_for(&pipeline_.full[1][values_.stage], values_.phase);
+    if constexpr (std::is_same_v<typename Shape::Kind, Int8Kv>) return;  // all are finite
+    wait_for(&pipeline_.tiles.full[1][values_.stage], values_.phase);
     char* const tile = Pipeline::tile(memory_, 1, values_.stage);
     const int thread = thread_here() % Shape::kGroupThreads;
     bool found = false;
-#pragma unroll 4
+#pragma unroll 2
     for (int i = thread; i < Shape::kTileBytes / 16; i += Shape::kGroupThreads) {
       const uint4 words = reinterpret_cast<const uint4*>(tile)[i];
       found |= (non_finite_halves<Value>(words.x) | non_finite_halves<Value>(words.y) |
@@ -270,7 +294,7 @@ class GroupRows {
     found = Barriers::meet_with_any(Barriers::kOfGroup + group_, Shape::kGroupThreads, found);
     if (!found) return;
     add_non_finite(number * Shape::kKeys, tile);
-    constexpr int kAll = Shape::kGroups * Shape::kGroupThreads;
+    constexpr int kAll = Shape::kRowThreads;
     Barriers::meet(Barriers::kRows, kAll);
     const auto words = reinterpret_cast<uint32_t*>(tile);
 #pragma unroll 1
@@ -345,9 +369,8 @@ class GroupRows {
   Pipeline& pipeline_;
   const int group_;
   float factor_;  // of scores, as powers of 2
-  uint64_t queries_;
   State keys_, values_;
-  int query_phase_ = 0;
+  int query_phase_ = 0, value_scales_ = 0;
   int position_[2];
   float largest_[2], sum_[2], scaling_[2];
   float scores_[Shape::kKeys / 2];
