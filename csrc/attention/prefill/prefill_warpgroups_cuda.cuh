@@ -66,6 +66,8 @@ __global__ void __launch_bounds__(Shape::kThreads, 1)
       if (!strip.wrong && there > 0) rows.attend(strip, SeenTiles<Shape>(call, strip));
     }
   }
+#else
+  __trap();  // it is not launched
 #endif
 }
 

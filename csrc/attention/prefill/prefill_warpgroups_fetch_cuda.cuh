@@ -33,16 +33,14 @@ class TileFetcher {
   // Those of a strip.
   __device__ void fetch(const StripOfRows& strip, const SeenTiles<Shape>& tiles) {
     PagesOfTile next = look_up(strip, tiles.begin), pages = next, before = next;
-    tiles.for_each(
-        [&](int number) {
-          before = pages, pages = next;
-          next = look_up(strip, number + 1);  // early, as it takes a while
-          fetch<0>(maps_.keys, strip.head, pages);
-        },
-        [&](int) {
-          fetch<1>(maps_.values, strip.head, before);
-          before = pages;
-        });
+    tiles.for_each([&](int number) {
+      before = pages, pages = next;
+      next = look_up(strip, number + 1);  // early, as it takes a while
+      fetch<0>(maps_.keys, strip.head, pages);
+    }, [&](int) {
+      fetch<1>(maps_.values, strip.head, before);
+      before = pages;
+    });
   }
 
  private:

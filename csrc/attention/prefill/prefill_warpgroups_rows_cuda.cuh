@@ -1,6 +1,6 @@
-// What a group of warps of prefill_attention does on CUDA with its 64 rows and the tiles of keys and
-// values that have come. The products of a tile's values are made together with those of the next
-// tile's keys, and go on while the scores of these become weights.
+// What a group of warps of prefill_attention does on CUDA with its 64 rows and the tiles of keys
+// and values that have come. The products of a tile's values are made together with those of the
+// next tile's keys, and go on while the scores of these become weights.
 //
 // Of a lane, rows lane / 4 and 8 further down of the 16 of its warp; of these, keys and elements
 // 8 n + 2 (lane % 4) and the next one. No row has anything to do with others.
@@ -92,6 +92,7 @@ class GroupRows {
     multiply_keys();
     end_batch();
     wait_for(&pipeline_.tiles.full[1][values_.stage], values_.phase);
+    begin_products();
     add_values();
     end_batch();
     end_turn();
@@ -185,8 +186,7 @@ class GroupRows {
 
   // By the scales of a tile's codes.
   __device__ void scale_scores(const float* scales) {
-    const auto of_lane =
-        reinterpret_cast<const float4*>(scales + lane() % 4 * Shape::kLaneScales);
+    const auto of_lane = reinterpret_cast<const float4*>(scales + lane() % 4 * Shape::kLaneScales);
 #pragma unroll
     for (int n = 0; n < kKeyTiles; n += 2) {
       const float4 four = of_lane[n / 2];

@@ -1,7 +1,7 @@
-// What blocks of prefill_attention have in shared memory on CUDA where warp groups multiply, and how
-// their warps wait for each other. A block has a group of warps that fetches, one that widens what
-// comes as codes, and groups that multiply, each of 64 rows, which all take the same tiles of keys
-// and values.
+// What blocks of prefill_attention have in shared memory on CUDA where warp groups multiply, and
+// how their warps wait for each other. A block has a group of warps that fetches, one that widens
+// what comes as codes, and groups that multiply, each of 64 rows, which all take the same tiles of
+// keys and values.
 #pragma once
 
 #include "common/cuda/mma_tiles.cuh"

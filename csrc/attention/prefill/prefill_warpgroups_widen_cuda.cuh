@@ -23,18 +23,16 @@ class CodeWidener {
   __device__ void widen(const StripOfRows& strip, const SeenTiles<Shape>& tiles) {
     Scales next = scales_of(strip, page_of(strip, tiles.begin));
     int page = page_of(strip, tiles.begin + 1);
-    tiles.for_each(
-        [&](int number) {
-          const Scales scales = next;
-          next = scales_of(strip, page);  // early, as what comes from far takes a while
-          page = page_of(strip, number + 2);
-          widen<0>([&](int stage) {
-            pipeline_.key_scales[stage][Shape::place_of_scale(key_)] = scales.key;
-            pipeline_.value_scales[value_scales_][Shape::place_of_scale(key_)] = scales.value;
-          });
-          value_scales_ = value_scales_ + 1 == Pipeline::kValueStages ? 0 : value_scales_ + 1;
-        },
-        [&](int) { widen<1>([](int) {}); });
+    tiles.for_each([&](int number) {
+      const Scales scales = next;
+      next = scales_of(strip, page);  // early, as what comes from far takes a while
+      page = page_of(strip, number + 2);
+      widen<0>([&](int stage) {
+        pipeline_.key_scales[stage][Shape::place_of_scale(key_)] = scales.key;
+        pipeline_.value_scales[value_scales_][Shape::place_of_scale(key_)] = scales.value;
+      });
+      value_scales_ = value_scales_ + 1 == Pipeline::kValueStages ? 0 : value_scales_ + 1;
+    }, [&](int) { widen<1>([](int) {}); });
   }
 
  private:
