@@ -148,6 +148,8 @@ def _kv_cache(kind: str, rule: str) -> FunctionalOp:
         more_cuda=(
             "attention/prefill/prefill_mma_bfloat16",  # by types of queries, side by side
             "attention/prefill/prefill_mma_float16",
+            "attention/prefill/prefill_warpgroups_bfloat16",
+            "attention/prefill/prefill_warpgroups_float16",
             "attention/decode/decode_cluster",
         ),
         defines=(("DSX_KV", rule),),

@@ -3,7 +3,7 @@
 // codes of the next products are made while tensor cores have some to do. The sums are the same.
 #pragma once
 
-#include "linear/warpgroup_mma_cuda.cuh"
+#include "common/cuda/warpgroup_mma.cuh"
 #include "linear/quantized_products_cuda.cuh"
 
 namespace dsx::cuda {

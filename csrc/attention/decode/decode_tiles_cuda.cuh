@@ -42,6 +42,19 @@ __device__ inline void fetch_page_tile(void* near, const CUtensorMap& map, const
 #endif
 }
 
+// The same, by no policy for the L2 cache.
+__device__ inline void fetch_page_tile(void* near, const CUtensorMap& map, const TileOrigin& origin,
+                                       Barrier* barrier) {
+#if __CUDA_ARCH__ >= 900
+  asm volatile(
+      "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes"
+      " [%0], [%1, {%2, %3, %4, %5}], [%6];" ::"r"(shared_address(near)),
+      "l"(&map), "r"(origin.element), "r"(origin.token), "r"(origin.head), "r"(origin.page),
+      "r"(shared_address(barrier))
+      : "memory");
+#endif
+}
+
 // Asks for one to be brought into the L2 cache, and no nearer.
 __device__ inline void prefetch_page_tile(const CUtensorMap& map, const TileOrigin& origin) {
 #if __CUDA_ARCH__ >= 900

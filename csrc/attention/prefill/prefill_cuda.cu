@@ -23,13 +23,25 @@ bool are_aligned(const PagedKv& kv) {
   return (distances | places) % 16 == 0;
 }
 
-// Whether it was launched.
+// Whether scores are products with keys, scaled by what keeps their order, and no more.
+bool is_plain(const PrefillAttention& call) {
+  return call.soft_cap <= 0 && call.alibi_slopes == nullptr && call.scale > 0;
+}
+
+// Whether it was launched. Which kernel it is depends on the cache and on options, and never on how
+// many tokens are new: a prompt may be cut.
+template <class Query>
+bool launch_for(const PrefillAttention& call, cudaStream_t stream) {
+  if (is_plain(call) && cuda::launch_prefill_warpgroups<Query>(call, stream)) return true;
+  return cuda::launch_prefill_mma<Query>(call, stream);
+}
+
 bool launch_mma(const PrefillAttention& call, cudaStream_t stream) {
   if (!DSX_KV::kQuantized && call.q.dtype != call.kv.dtype) return false;
   if (!are_aligned(call.kv)) return false;
   const bool is_brain = call.q.dtype == Dtype::bfloat16, is_half = call.q.dtype == Dtype::float16;
-  if (is_brain) return cuda::launch_prefill_mma<BFloat16>(call, stream);
-  return is_half && cuda::launch_prefill_mma<Half>(call, stream);
+  if (is_brain) return launch_for<BFloat16>(call, stream);
+  return is_half && launch_for<Half>(call, stream);
 }
 
 }  // namespace

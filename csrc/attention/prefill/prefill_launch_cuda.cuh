@@ -23,6 +23,16 @@ bool launch_prefill_mma<BFloat16>(const PrefillAttention& call, cudaStream_t str
 template <>
 bool launch_prefill_mma<Half>(const PrefillAttention& call, cudaStream_t stream);
 
+// The same by groups of warps, where scores are scaled products and no more: not where the device
+// is not of compute capability 9.0, heads have more than 128 elements, or the driver has no map of
+// the cache.
+template <class Query>
+bool launch_prefill_warpgroups(const PrefillAttention& call, cudaStream_t stream);
+template <>
+bool launch_prefill_warpgroups<BFloat16>(const PrefillAttention& call, cudaStream_t stream);
+template <>
+bool launch_prefill_warpgroups<Half>(const PrefillAttention& call, cudaStream_t stream);
+
 inline int attribute_of_device(cudaDeviceAttr attribute) {
   int device = 0, value = 0;
   check(cudaGetDevice(&device), kPrefillName);

@@ -6,9 +6,8 @@
 // so a row finds the same however a prompt is cut.
 #pragma once
 
-#include <cuda_fp8.h>
-
 #include "common/cuda/fetch.cuh"
+#include "attention/prefill/prefill_codes_cuda.cuh"
 #include "attention/prefill/prefill_rows_cuda.cuh"
 
 namespace dsx::cuda {
@@ -53,29 +52,6 @@ struct PartOfPages {
     return Shape::kCodes ? (row * kChunks + chunk) * 16 : Shape::place_of(row, chunk);
   }
 };
-
-// Four codes as two words of two elements each.
-template <class T, class Stored>
-__device__ inline void widen_codes(uint32_t codes, uint32_t* words) {
-  if constexpr (std::is_same_v<Stored, Fp8Kv>) {
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      const auto pair = __nv_fp8x2_storage_t(codes >> 16 * i);
-      const __half2 halves(__nv_cvt_fp8x2_to_halfraw2(pair, __NV_E4M3));
-      const float2 floats = __half22float2(halves);
-      words[i] = rounded_pair<T>(floats.x, floats.y);
-    }
-  } else {
-    const uint32_t positive = codes ^ 0x80808080;  // 128 more
-    float floats[4];
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {  // above 2^23 the last bits of a float are an integer
-      floats[i] = __uint_as_float(__byte_perm(positive, 0x4b000000, 0x7540 + i)) - 8388736.0f;
-    }
-    words[0] = rounded_pair<T>(floats[0], floats[1]);
-    words[1] = rounded_pair<T>(floats[2], floats[3]);
-  }
-}
 
 // Widens the codes of keys, or of values, of a page, and takes their scales along; the threads of a
 // group divide the work.

@@ -59,18 +59,22 @@ __device__ inline bool lacks_pages(const PrefillAttention& call, const StripOfRo
 }
 
 // Writes the results of rows of the block that are not there; or, if the slot is not possible, NaN
-// for all of them. All threads call it.
+// for all of them. So many threads call it, each with its number.
 __device__ inline void store_the_rest(const PrefillAttention& call, const StripOfRows& strip,
-                                      int rows_of_block, bool wrong) {
+                                      int rows_of_block, bool wrong, int thread, int threads) {
   const int end = ::min(strip.first_row + rows_of_block, int(call.rows()));
   const int first = wrong ? strip.first_row : ::max(strip.first_row, strip.rows());
   const int width = int(call.kv.width);
   const auto out = Pointer<Any>::to(call.out, call.q.dtype);
-  for (int i = threadIdx.x; i < (end - first) * width; i += blockDim.x) {
+  for (int i = thread; i < (end - first) * width; i += threads) {
     const int64_t index = strip.index_of(call, first + i / width);
     store<Access::single>(out + (index * width + i % width), Floats<1>(wrong ? NAN : 0.0f), 1);
     if (i % width == 0) call.lse[index] = wrong ? NAN : -INFINITY;
   }
+}
+__device__ inline void store_the_rest(const PrefillAttention& call, const StripOfRows& strip,
+                                      int rows_of_block, bool wrong) {  // all threads of the block
+  store_the_rest(call, strip, rows_of_block, wrong, threadIdx.x, blockDim.x);
 }
 
 __device__ inline float capped(float score, float cap) {
