@@ -298,7 +298,8 @@ ROOMS = {  # inside of a package, likewise; its __init__ may import all
         ("__main__", "builders"),
     ),
     "torch_internals": (
-        ("compiler", "dispatch", "meshes", "modules", "processes", "tensors"),
+        ("checkpoints", "compiler", "dispatch", "fakes", "meshes", "modules"),
+        ("processes", "tensors"),
         ("fully_shard",),
     ),
     "compat": (

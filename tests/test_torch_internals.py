@@ -201,7 +201,8 @@ def owners() -> Iterator[dict[str, list[Any]]]:
 
 def plain_owners() -> Iterator[tuple[Any, str]]:
     for module, names in (
-        ("torch", "_C _compile _library _ops _dynamo _int_mm _scaled_mm"),
+        ("torch", "_C _compile _library _ops _dynamo _int_mm _scaled_mm _subclasses"),
+        ("torch._subclasses", "FakeTensor FakeTensorMode"),
         ("torch", "_has_compatible_shallow_copy_type"),
         ("torch.utils", "_pytree _python_dispatch"),
         ("torch.distributed.tensor", "_utils"),

@@ -5,6 +5,7 @@ other bytes, and whoever lets go of source or target is told. On CUDA the stream
 """
 
 import gc
+import threading
 from collections import deque
 
 import torch
@@ -63,6 +64,7 @@ class LateLane(host.CopyLane):
     def __init__(self, device, in_vain, failures):
         super().__init__(device)
         self._todo, self._given, self.done = deque(), 0, 0
+        self._lock = threading.RLock()
         self._in_vain, self._failures = in_vain, failures
         self._back, self.most_back = [], 0
         self._on_host = set()  # addresses
@@ -83,9 +85,10 @@ class LateLane(host.CopyLane):
             self._back.append(Weak(target))
             self.most_back = max(self.most_back, sum(weak.nbytes for weak in self._back))
         target.fill_(0xFF)
-        self._todo.append(ends)
-        self._given += 1
-        return Event(self, self._given, self._in_vain)
+        with self._lock:
+            self._todo.append(ends)
+            self._given += 1
+            return Event(self, self._given, self._in_vain)
 
     def hold_back(self, stream, event):
         if event is not None:
@@ -95,13 +98,15 @@ class LateLane(host.CopyLane):
         self.catch_up(self._given)
 
     def catch_up(self, number):
-        while self.done < number:
-            target, source = (weak.tensor() for weak in self._todo.popleft())
-            self.done += 1
-            if target is None or source is None:
-                self._failures.append("memory was let go of while it was copied")
-            else:
-                target.copy_(source)
+        with self._lock:  # whoever drops a graph lets go of copies, in any thread
+            while self.done < number:
+                ends = self._todo.popleft()
+                self.done += 1
+                target, source = (weak.tensor() for weak in ends)
+                if target is None or source is None:
+                    self._failures.append("memory was let go of while it was copied")
+                else:
+                    target.copy_(source)
 
 
 class SleepyLane(host.CopyLane):
