@@ -10,7 +10,7 @@ from collections import deque
 
 import torch
 
-from deepspeed_ext.offload import pipeline
+from deepspeed_ext.offload import gradient_intake
 from deepspeed_ext.offload.copies import CopyStreams
 
 CYCLES = 1_000_000  # about half a millisecond of a GPU
@@ -28,10 +28,10 @@ def be_late(monkeypatch, device, seed=0, most=4):
     if device == "cpu":
         draw = random.Random(seed)
         monkeypatch.setattr(
-            pipeline, "CopyStreams", lambda d: LateStreams(d, lambda: draw.randint(0, most))
+            gradient_intake, "CopyStreams", lambda d: LateStreams(d, lambda: draw.randint(0, most))
         )
     else:
-        monkeypatch.setattr(pipeline, "CopyStreams", SleepyStreams)
+        monkeypatch.setattr(gradient_intake, "CopyStreams", SleepyStreams)
 
 
 class SleepyStreams(CopyStreams):

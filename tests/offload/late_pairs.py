@@ -80,7 +80,7 @@ def tell(monkeypatch, events):
             return events.pop(0) if events else Told([True] * 99)
 
     monkeypatch.setattr(
-        "deepspeed_ext.offload.pipeline.CopyStreams", lambda d: ToldStreams(d, lambda: 0)
+        "deepspeed_ext.offload.gradient_intake.CopyStreams", lambda d: ToldStreams(d, lambda: 0)
     )
 
 

@@ -294,7 +294,7 @@ def test_a_touch_on_another_stream_is_for_all(monkeypatch):
     """Whoever comes after it finds a plain parameter, and waits for nothing any more."""
     from late_copies import SleepyStreams
 
-    monkeypatch.setattr("deepspeed_ext.offload.pipeline.CopyStreams", SleepyStreams)
+    monkeypatch.setattr("deepspeed_ext.offload.gradient_intake.CopyStreams", SleepyStreams)
     pair = warm("cuda", model=nn.Module())
     for _ in range(4):
         pair.backward()

@@ -210,7 +210,7 @@ def test_a_device_that_fails_when_it_is_asked(where, monkeypatch):
             return super().has_room()
 
     monkeypatch.setattr(
-        "deepspeed_ext.offload.pipeline.CopyStreams", lambda d: Failing(d, lambda: 0)
+        "deepspeed_ext.offload.gradient_intake.CopyStreams", lambda d: Failing(d, lambda: 0)
     )
     pair = warm()
     before = [p.detach().clone() for p in pair.params]
