@@ -189,14 +189,15 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=4096 if on_cuda else 256, help="of a sample")
     parser.add_argument("--width", type=int, default=4096 if on_cuda else 256)
     parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--parts", nargs="*", choices=PARTS, default=list(PARTS))
     options = parser.parse_args()
     sizes = (options.blocks, options.samples, options.tokens, options.width)
     what = torch.cuda.get_device_name() if options.device == "cuda" else "CPU"
     sides = dict(zip(("blocks", "samples", "tokens", "width"), sizes, strict=True))
     print(f"{what}, torch {torch.__version__}, {sides}")
     bench = Bench(*sizes, options.device)
-    for part in (inputs_out, budgeted):
-        part(bench, options.rounds)
+    for part in options.parts:
+        PARTS[part](bench, options.rounds)
 
 
 if __name__ == "__main__":
