@@ -179,6 +179,9 @@ def budgeted(bench: Bench, rounds: int) -> None:
     )
 
 
+PARTS = {"checkpointed": inputs_out, "budgeted": budgeted}
+
+
 def main() -> None:
     """Run what the command line says."""
     on_cuda = torch.cuda.is_available()

@@ -150,7 +150,7 @@ def rows(
     Args:
         theirs: what accelerate took for each batch; filled with bf16.
     """
-    device, count, made = torch.device(options.device), options.tokens, make()
+    device, count, made = torch.device(options.device, 0), options.tokens, make()
     allowed = weight_bytes(made, kind) // 4
     with limited(device, allowed), engine_of(made, options, kind) as engine:
         assert engine.decoder.stream is not None

@@ -62,9 +62,9 @@ class Exchange:
     def _gather(self, value: Any) -> list[Any] | None:
         """Return what each process has, in the first one."""
         own = _packed(value)
-        sizes = self._gathered(torch.tensor([own.numel()]), is_first_only=False)
+        sizes = self._gathered(torch.tensor([own.numel()], device="cpu"), is_first_only=False)
         assert sizes is not None
-        padded = torch.zeros(max(int(size) for size in sizes), dtype=torch.uint8)
+        padded = torch.zeros(max(int(size) for size in sizes), dtype=torch.uint8, device="cpu")
         padded[: own.numel()] = own  # what is pickled says itself where it ends
         rows = self._gathered(padded, is_first_only=True)
         if rows is None:
@@ -75,7 +75,7 @@ class Exchange:
         """Return what the first process has for this one."""
         parts = [_packed(value) for value in values]
         size = max((part.numel() for part in parts), default=0)
-        sizes = self._gathered(torch.tensor([size]), is_first_only=False)
+        sizes = self._gathered(torch.tensor([size], device="cpu"), is_first_only=False)
         assert sizes is not None
         length = int(sizes[0])
         into = torch.empty(length, dtype=torch.uint8, device=self._device)

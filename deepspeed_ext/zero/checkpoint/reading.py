@@ -183,7 +183,7 @@ class _Buffers:
     def take(self, nbytes: int) -> Tensor:
         """Return memory of the host, of so many bytes or more."""
         if nbytes <= _SMALL or nbytes > self._NBYTES:
-            return torch.empty(nbytes, dtype=torch.uint8)
+            return _host_memory(nbytes)
         while self._copied and (len(self._copied) * _PIECE > _HELD or self._copied[0][0].query()):
             event, buffer = self._copied.popleft()
             event.synchronize()
@@ -209,7 +209,11 @@ class _Buffers:
     def _new(self) -> Tensor:
         if self._pinned:
             return PinnedBuffer(self._NBYTES).tensor()
-        return torch.empty(self._NBYTES, dtype=torch.uint8)
+        return _host_memory(self._NBYTES)
+
+
+def _host_memory(nbytes: int) -> Tensor:
+    return torch.empty(nbytes, dtype=torch.uint8, device="cpu")
 
 
 def _down(nbytes: int) -> int:

@@ -29,7 +29,10 @@ def staged(
     has_cuda = any(part.is_cuda for part in parts.values())
     if room is None or room.numel() < needed:
         room = None  # first, so that there is never memory for both
-        room = PinnedBuffer(needed).tensor() if has_cuda else torch.empty(needed, dtype=torch.uint8)
+        if has_cuda:
+            room = PinnedBuffer(needed).tensor()
+        else:
+            room = torch.empty(needed, dtype=torch.uint8, device="cpu")
     copies, offset = {}, 0
     for name, part in parts.items():
         copy = room[offset : offset + part.nbytes].view(part.dtype).view(part.shape)

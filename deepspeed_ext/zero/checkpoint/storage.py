@@ -336,7 +336,7 @@ class Reader(StorageReader):
         if MetadataIndex(name) not in metadata.storage_data:
             raise ValueError(f"zero.load: {self._path} has no {name!r}, expected it")
         piece: Piece = metadata.storage_data[MetadataIndex(name)]
-        text = torch.empty(piece.nbytes, dtype=torch.uint8)
+        text = torch.empty(piece.nbytes, dtype=torch.uint8, device="cpu")
         whole = Wanted(piece, (piece.nbytes,), (0,), text, torch.uint8, name)
         with AsyncIO() as engine:
             read(os.fspath(self._path), [whole], engine)

@@ -160,7 +160,7 @@ class _Saved:
     def state(self, name: str, key: str, engine: AsyncIO) -> Tensor:
         """Return state of a parameter; zeros if it was never stepped."""
         if key not in self.keys[name]:
-            return torch.zeros(self.shape(name))
+            return torch.zeros(self.shape(name), device="cpu")
         return self._reader.tensor(self._metadata, engine, f"{OPTIMIZER}{name}.{key}")
 
     def _check(self, name: str) -> None:
@@ -211,9 +211,9 @@ def _write(
                 if progress is not None:
                     progress(4 * whole.numel())
             if step is not None:
-                _save(torch.tensor(step), home / f"{STEP}.pt")
+                _save(torch.tensor(step, device="cpu"), home / f"{STEP}.pt")
     groups = [{**group, "params": [i]} for i, group in enumerate(saved.groups)]
-    steps = {i: {STEP: torch.tensor(s)} for i, s in enumerate(saved.steps) if s is not None}
+    steps = {i: {STEP: torch.tensor(s, device="cpu")} for i, s in enumerate(saved.steps) if s is not None}
     rest = {
         "param_groups": groups,  # for stages 1 and 2; the next one for stage 3
         "optimizer_state_dict": {"state": steps, "param_groups": groups},

@@ -31,7 +31,7 @@ class Lazy:
 
     def read(self) -> Tensor:
         """Return all of it, which may be mapped memory of a file."""
-        parts = list(self.small_parts()) or [torch.empty(0, dtype=self.described.dtype)]
+        parts = list(self.small_parts()) or [torch.empty(0, dtype=self.described.dtype, device="cpu")]
         return joined(parts).view(self.described.shape)
 
 
@@ -42,7 +42,7 @@ def lazy(shape: torch.Size, dtype: torch.dtype, parts: Parts) -> Lazy:
 
 def lazy_number(value: float) -> Lazy:
     """Return a number as optimizers keep a step."""
-    one = torch.tensor([value], dtype=torch.float32)
+    one = torch.tensor([value], dtype=torch.float32, device="cpu")
     return lazy(torch.Size(), torch.float32, lambda begin, end: iter([one[begin:end]]))
 
 
