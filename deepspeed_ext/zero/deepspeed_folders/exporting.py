@@ -213,7 +213,9 @@ def _write(
             if step is not None:
                 _save(torch.tensor(step, device="cpu"), home / f"{STEP}.pt")
     groups = [{**group, "params": [i]} for i, group in enumerate(saved.groups)]
-    steps = {i: {STEP: torch.tensor(s, device="cpu")} for i, s in enumerate(saved.steps) if s is not None}
+    steps = {
+        i: {STEP: torch.tensor(s, device="cpu")} for i, s in enumerate(saved.steps) if s is not None
+    }
     rest = {
         "param_groups": groups,  # for stages 1 and 2; the next one for stage 3
         "optimizer_state_dict": {"state": steps, "param_groups": groups},

@@ -31,7 +31,9 @@ class Lazy:
 
     def read(self) -> Tensor:
         """Return all of it, which may be mapped memory of a file."""
-        parts = list(self.small_parts()) or [torch.empty(0, dtype=self.described.dtype, device="cpu")]
+        parts = list(self.small_parts()) or [
+            torch.empty(0, dtype=self.described.dtype, device="cpu")
+        ]
         return joined(parts).view(self.described.shape)
 
 
