@@ -5,7 +5,8 @@ Their optimizers do not fit side by side in host memory, so they are measured on
 forward and backward alone before each: the spread of those shows what has changed meanwhile. A
 bound is computed of terms that are measured in the same run: nobody is faster than the slowest of
 forward and backward, either copy, and the host's step beside both copies; and what leaves the
-device last, a block, has nothing to hide its copies and step behind.
+device last, a block, has nothing to hide its copies and step behind. Weights that are streamed come
+twice, for forward and for backward.
 """
 
 import argparse
@@ -33,7 +34,7 @@ from benchmarks.offload_contenders import (
     process_group,
 )
 from benchmarks.offload_model import Size, make_data, make_model, time_steps
-from benchmarks.offload_rows import BOUND, ROWS, Row, measures_of
+from benchmarks.offload_rows import BOUND, ROWS, Row, brings, measures_of, terms_of
 from benchmarks.offload_terms import (
     BACK,
     BYTES,
@@ -51,7 +52,8 @@ from benchmarks.results import Result, Timing, add_option, introduced, keep, sho
 STEPS = 12
 _WARM_UP = 3
 FORWARD = "of which forward"
-TERMS = {OUT, BACK, STREAM, TORCH, *map(host, FORMATS), *map(beside, FORMATS)}
+TERMS = {OUT, BACK, STREAM, TORCH, *map(host, FORMATS)}
+TERMS |= {beside(form, times) for form in FORMATS for times in (1, 2)}
 
 
 class Bench:
@@ -224,7 +226,7 @@ def result_of(row: Row, bench: Bench, threads: int) -> Result | None:
     timings: dict[str, Timing] = {}
     bytes_moved = bench.numel * BYTES[row.form] if row.is_host else 0
     for name in row.names:
-        if name == BOUND and measures_of(row) <= found.keys():
+        if name == BOUND and terms_of(row) <= found.keys():
             timings[name] = _bound_of(row, bench, notes)
         elif name == STREAM and name in found:
             timings[name] = scaled(found[name], bytes_moved)
@@ -241,8 +243,9 @@ def result_of(row: Row, bench: Bench, threads: int) -> Result | None:
 
 def _bound_of(row: Row, bench: Bench, notes: list[str]) -> Timing:
     """Compute what the steps of a row cannot be faster than; the notes get what it is made of."""
-    names = [OUT, BACK, beside(row.form)]
+    names = [OUT, BACK, beside(row.form, brings(row))]
     terms = [bench.timings[name].median for name in names]
+    terms[1] *= brings(row)
     whole, forward = bench.timings[ALONE].median, bench.timings[FORWARD].median
     if ALWAYS in row.names[0]:  # known after backward only, and besides the next forward
         seconds = whole - forward + bound(forward, terms, bench.share)

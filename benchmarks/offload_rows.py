@@ -54,8 +54,8 @@ def _rows() -> dict[str, Row]:
         found[f"always-{form}"] = Row(f"step, {state}, {ALWAYS}", names, form, (BOUND,))
         names = (ours(form, FREED), ours(form))
         found[f"freed-{form}"] = Row(f"step, {state}, {FREED}", names, form)
-        names = (ours(form, STREAMED), ours(form), ALONE, fsdp("bf16"), DEEPSPEED)
-        found[f"streamed-{form}"] = Row(f"step, {state}, {STREAMED}", names, form)
+        names = (ours(form, STREAMED), BOUND, ours(form), ALONE, fsdp("bf16"), DEEPSPEED)
+        found[f"streamed-{form}"] = Row(f"step, {state}, {STREAMED}", names, form, (BOUND,))
         names = (ours(form), TORCHAO, DEEPSPEED, fsdp("bf16"), fsdp("fp32"))
         found[f"others-{form}"] = Row(f"step, {state}, beside others", names, form)
         # For models whose state fits nowhere else: --rows only-compact --layers 40 --width 5120
@@ -68,7 +68,16 @@ def _rows() -> dict[str, Row]:
 ROWS = _rows()
 
 
+def brings(row: Row) -> int:
+    """Return how often weights come to the device in a step of ours."""
+    return 2 if STREAMED in row.names[0] else 1
+
+
+def terms_of(row: Row) -> set[str]:
+    """Return the names of what a row's bound is computed of."""
+    return {ALONE, OUT, BACK, beside(row.form, brings(row))} if BOUND in row.names else set()
+
+
 def measures_of(row: Row) -> set[str]:
     """Return the names of all that has to be measured for a row."""
-    terms = {ALONE, OUT, BACK, beside(row.form)} if BOUND in row.names else set()
-    return {*row.names, *terms} - {BOUND}
+    return {*row.names, *terms_of(row)} - {BOUND}

@@ -26,9 +26,9 @@ def host(form: str) -> str:
     return f"DeepSpeedCPUAdam, {form} state"
 
 
-def beside(form: str) -> str:
-    """Return the name of the same while gradients and weights are copied."""
-    return f"{host(form)}, beside both copies"
+def beside(form: str, times: int = 1) -> str:
+    """Return the name of the same while gradients are copied, and weights once or twice."""
+    return f"{host(form)}, beside both copies" + ", weights twice" * (times == 2)
 
 
 class Terms:
@@ -52,7 +52,10 @@ class Terms:
         """Return how long terms take, by their names; `advance` is called for each."""
         makers: dict[tuple[str, ...], Callable[[], Iterator[Timing]]] = {
             (OUT, BACK): self._of_copies,
-            **{(host(form), beside(form)): partial(self._of_ours, form) for form in FORMATS},
+            **{
+                (host(form), beside(form), beside(form, 2)): partial(self._of_ours, form)
+                for form in FORMATS
+            },
             (TORCH,): self._of_torch,
             (STREAM,): self._of_stream,
         }
@@ -79,13 +82,15 @@ class Terms:
         for target, source in zip(self._params, self._weights, strict=True):
             target.copy_(source, non_blocking=True)
 
-    def _copy(self) -> None:
+    def _copy(self, times: int) -> None:
         """Begin both copies; on the CPU, where nothing goes on beside the host, do none."""
         if self._streams:
             torch.cuda.synchronize()
-            for stream, copy in zip(self._streams, (self._out, self._back), strict=True):
+            copies = ([self._out], [self._back] * times)
+            for stream, some in zip(self._streams, copies, strict=True):
                 with torch.cuda.stream(stream):
-                    copy()
+                    for copy in some:
+                        copy()
 
     def _of_ours(self, form: str) -> Iterator[Timing]:
         params = list(map(nn.Parameter, self._weights))
@@ -93,7 +98,8 @@ class Terms:
             param.grad = grad
         optimizer = DeepSpeedCPUAdam(params, **NUMBERS, **FORMATS[form])
         yield self._time(optimizer.step, "cpu")
-        yield self._time(optimizer.step, "cpu", before=self._copy)
+        for times in (1, 2):
+            yield self._time(optimizer.step, "cpu", before=partial(self._copy, times))
 
     def _of_torch(self) -> Iterator[Timing]:
         params = [nn.Parameter(weight.float()) for weight in self._weights]

@@ -21,9 +21,9 @@ bool is_there(Kernel kernel) {
   return attributes.binaryVersion == 90 && attributes.ptxVersion == 90;
 }
 
-template <int kWidth, int kStages>
+template <int kWidth, int kGroups, int kStages>
 bool launch(const PrefillAttention& call, const Device& device, cudaStream_t stream) {
-  using Shape = WarpgroupShape<Query, Stored, kWidth, 2, 128, kStages, true>;
+  using Shape = WarpgroupShape<Query, Stored, kWidth, kGroups, 128, kStages, true>;
   const auto kernel = prefill_warpgroups_kernel<Shape>;
   constexpr int kBytes = warpgroup_shared_bytes<Shape>();
   if (!is_there(kernel) || kBytes > device.shared_of_block) return false;
@@ -47,8 +47,15 @@ template <>
 bool launch_prefill_warpgroups<Query>(const PrefillAttention& call, cudaStream_t stream) {
   const Device device(kPrefillName);
   if (device.major != 9 || device.minor != 0) return false;
-  if (call.kv.width <= 64) return launch<64, DSX_KV::kQuantized ? 2 : 3>(call, device, stream);
-  return call.kv.width <= 128 && launch<128, 2>(call, device, stream);
+  // Stages as many as there is room for. What is read for narrow heads is short beside what is
+  // weighed of it: 192 rows read it once where 128 would, if that leaves work for all processors.
+  constexpr int kStages = DSX_KV::kQuantized ? 2 : 3;
+  if constexpr (!DSX_KV::kQuantized) {
+    if (call.kv.width <= 64 && prefill_blocks(call, 192) >= 4 * device.processors)
+      return launch<64, 3, kStages>(call, device, stream);
+  }
+  if (call.kv.width <= 64) return launch<64, 2, kStages>(call, device, stream);
+  return call.kv.width <= 128 && launch<128, 2, kStages>(call, device, stream);
 }
 
 }  // namespace dsx::cuda
