@@ -23,6 +23,7 @@ FORMATS: dict[str, dict[str, Any]] = {
 ALONE = "forward and backward alone"
 TORCHAO = "torchao CPUOffloadOptimizer"
 DEEPSPEED = "DeepSpeed ZeRO-Offload"
+ZERO_3 = "DeepSpeed ZeRO-3, weights in host memory"
 FREED = "gradients freed"
 STREAMED = "weights streamed"
 NEVER, ALWAYS = "clipping never bites", "clipping always bites"
@@ -143,7 +144,9 @@ class _Engine:
         """Do nothing: step() has."""
 
 
-def _deepspeed() -> Session:
+def _deepspeed(name: str, **options: Any) -> Session:
+    """Return DeepSpeed's way, with these options of zero_optimization."""
+
     def make(model: nn.Module) -> _Engine:
         import deepspeed
 
@@ -152,10 +155,10 @@ def _deepspeed() -> Session:
             "bf16": {"enabled": True},
             "optimizer": {"type": "AdamW", "params": NUMBERS},
             "zero_optimization": {
-                "stage": 2,
                 "offload_optimizer": {"device": "cpu", "pin_memory": True},
                 "overlap_comm": True,
                 "contiguous_gradients": True,
+                **options,
             },
         }
         os.environ.setdefault("LOCAL_RANK", "0")
@@ -169,7 +172,7 @@ def _deepspeed() -> Session:
             return "deepspeed is not installed"
         return "" if device == "cuda" else "measured on a GPU only"
 
-    return Session(make, {DEEPSPEED: Phase()}, why_not, own_model=True)
+    return Session(make, {name: Phase()}, why_not, own_model=True)
 
 
 def _fsdp(form: str, dtype: torch.dtype) -> Session:
@@ -200,7 +203,8 @@ SESSIONS = [
     _torchao(),
     _fsdp("bf16", torch.bfloat16),
     _fsdp("fp32", torch.float32),
-    _deepspeed(),
+    _deepspeed(DEEPSPEED, stage=2),
+    _deepspeed(ZERO_3, stage=3, offload_param={"device": "cpu", "pin_memory": True}),
 ]
 
 

@@ -12,6 +12,7 @@ from benchmarks.offload_contenders import (
     NEVER,
     STREAMED,
     TORCHAO,
+    ZERO_3,
     fsdp,
     on_gpu,
     ours,
@@ -54,7 +55,7 @@ def _rows() -> dict[str, Row]:
         found[f"always-{form}"] = Row(f"step, {state}, {ALWAYS}", names, form, (BOUND,))
         names = (ours(form, FREED), ours(form))
         found[f"freed-{form}"] = Row(f"step, {state}, {FREED}", names, form)
-        names = (ours(form, STREAMED), BOUND, ours(form), ALONE, fsdp("bf16"), DEEPSPEED)
+        names = (ours(form, STREAMED), BOUND, ours(form), ALONE, fsdp("bf16"), ZERO_3)
         found[f"streamed-{form}"] = Row(f"step, {state}, {STREAMED}", names, form, (BOUND,))
         names = (ours(form), TORCHAO, DEEPSPEED, fsdp("bf16"), fsdp("fp32"))
         found[f"others-{form}"] = Row(f"step, {state}, beside others", names, form)
