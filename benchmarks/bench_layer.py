@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from benchmarks.functional import captured
 from benchmarks.harness import Contender
 from benchmarks.workloads import BF16, F32, Shapes, Workload, main
 from deepspeed_ext.ops import DeepSpeedTransformerConfig, DeepSpeedTransformerLayer
@@ -50,23 +51,6 @@ def there_and_back(
         return out, *torch.autograd.grad(out, leaves, grad)
 
     return run
-
-
-def captured(run: Callable[[], object]) -> Callable[[], None]:
-    """Return what replays it as a CUDA graph."""
-    stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for _ in range(3):
-            run()
-    torch.cuda.current_stream().wait_stream(stream)
-    with torch.cuda.graph(graph):
-        kept = run()
-
-    def replay(_: object = kept) -> None:
-        graph.replay()
-
-    return replay
 
 
 def products(x: Tensor, hidden: int) -> Callable[[], object]:
@@ -113,7 +97,10 @@ def contenders(
     runs = {name: there_and_back(way, leaves) for name, way in ways.items()}
     made = [Contender(name, run) for name, run in runs.items()]
     if device == "cuda":
-        made += [Contender(f"{name}, a graph", captured(run)) for name, run in runs.items()]
+        made += [
+            Contender(f"{name}, a graph", captured(device, lambda run=run: run, 1))
+            for name, run in runs.items()
+        ]
     alone = Contender("torch, the products alone", products(x, shape[-1]), is_ceiling=True)
     return [*made, alone]
 
