@@ -66,10 +66,10 @@ __device__ inline void use_from_here(float (&registers)[kCount]) {
   "+f"(c[i]), "+f"(c[i + 1]), "+f"(c[i + 2]), "+f"(c[i + 3]), "+f"(c[i + 4]), "+f"(c[i + 5]), \
       "+f"(c[i + 6]), "+f"(c[i + 7])
 #define DSX_THIRTY_TWO(i) DSX_EIGHT(i), DSX_EIGHT(i + 8), DSX_EIGHT(i + 16), DSX_EIGHT(i + 24)
-#define DSX_FIRST_32                                                                       \
+#define DSX_FIRST_32                                                                          \
   "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19," \
   " %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
-#define DSX_NEXT_32                                                                        \
+#define DSX_NEXT_32                                                                           \
   "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49," \
   " %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
 #define DSX_FACTORS "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b)
@@ -82,30 +82,34 @@ __device__ inline void use_from_here(float (&registers)[kCount]) {
       " {%16, %17, %18, %19}, %20, p, 1, 1, 0; }"                                \
       : DSX_EIGHT(0), DSX_EIGHT(8)                                               \
       : DSX_FACTORS, "r"(int(adds)))
-#define DSX_MULTIPLY_64(type)                                                              \
-  asm volatile("{ .reg .pred p; setp.ne.b32 p, %37, 0;"                                    \
-               " wgmma.mma_async.sync.aligned.m64n64k16.f32." type "." type " {" DSX_FIRST_32 \
-               "}, {%32, %33, %34, %35}, %36, p, 1, 1, %38; }"                             \
-               : DSX_THIRTY_TWO(0)                                                         \
-               : DSX_FACTORS, "r"(int(adds)), "n"(int(kTransposed)))
-#define DSX_MULTIPLY_128(type)                                                              \
-  asm volatile("{ .reg .pred p; setp.ne.b32 p, %69, 0;"                                     \
-               " wgmma.mma_async.sync.aligned.m64n128k16.f32." type "." type " {" DSX_FIRST_32 \
-               ", " DSX_NEXT_32 "}, {%64, %65, %66, %67}, %68, p, 1, 1, %70; }"             \
-               : DSX_THIRTY_TWO(0), DSX_THIRTY_TWO(32)                                      \
-               : DSX_FACTORS, "r"(int(adds)), "n"(int(kTransposed)))
-#define DSX_MULTIPLY_SHARED_64(type)                                                       \
-  asm volatile("{ .reg .pred p; setp.ne.b32 p, %34, 0;"                                    \
-               " wgmma.mma_async.sync.aligned.m64n64k16.f32." type "." type " {" DSX_FIRST_32 \
-               "}, %32, %33, p, 1, 1, 0, 0; }"                                             \
-               : DSX_THIRTY_TWO(0)                                                         \
-               : "l"(a), "l"(b), "r"(int(adds)))
-#define DSX_MULTIPLY_SHARED_128(type)                                                       \
-  asm volatile("{ .reg .pred p; setp.ne.b32 p, %66, 0;"                                     \
-               " wgmma.mma_async.sync.aligned.m64n128k16.f32." type "." type " {" DSX_FIRST_32 \
-               ", " DSX_NEXT_32 "}, %64, %65, p, 1, 1, 0, 0; }"                             \
-               : DSX_THIRTY_TWO(0), DSX_THIRTY_TWO(32)                                      \
-               : "l"(a), "l"(b), "r"(int(adds)))
+#define DSX_MULTIPLY_64(type)                                                        \
+  asm volatile(                                                                      \
+      "{ .reg .pred p; setp.ne.b32 p, %37, 0;"                                       \
+      " wgmma.mma_async.sync.aligned.m64n64k16.f32." type "." type " {" DSX_FIRST_32 \
+      "}, {%32, %33, %34, %35}, %36, p, 1, 1, %38; }"                                \
+      : DSX_THIRTY_TWO(0)                                                            \
+      : DSX_FACTORS, "r"(int(adds)), "n"(int(kTransposed)))
+#define DSX_MULTIPLY_128(type)                                                        \
+  asm volatile(                                                                       \
+      "{ .reg .pred p; setp.ne.b32 p, %69, 0;"                                        \
+      " wgmma.mma_async.sync.aligned.m64n128k16.f32." type "." type " {" DSX_FIRST_32 \
+      ", " DSX_NEXT_32 "}, {%64, %65, %66, %67}, %68, p, 1, 1, %70; }"                \
+      : DSX_THIRTY_TWO(0), DSX_THIRTY_TWO(32)                                         \
+      : DSX_FACTORS, "r"(int(adds)), "n"(int(kTransposed)))
+#define DSX_MULTIPLY_SHARED_64(type)                                                 \
+  asm volatile(                                                                      \
+      "{ .reg .pred p; setp.ne.b32 p, %34, 0;"                                       \
+      " wgmma.mma_async.sync.aligned.m64n64k16.f32." type "." type " {" DSX_FIRST_32 \
+      "}, %32, %33, p, 1, 1, 0, 0; }"                                                \
+      : DSX_THIRTY_TWO(0)                                                            \
+      : "l"(a), "l"(b), "r"(int(adds)))
+#define DSX_MULTIPLY_SHARED_128(type)                                                 \
+  asm volatile(                                                                       \
+      "{ .reg .pred p; setp.ne.b32 p, %66, 0;"                                        \
+      " wgmma.mma_async.sync.aligned.m64n128k16.f32." type "." type " {" DSX_FIRST_32 \
+      ", " DSX_NEXT_32 "}, %64, %65, p, 1, 1, 0, 0; }"                                \
+      : DSX_THIRTY_TWO(0), DSX_THIRTY_TWO(32)                                         \
+      : "l"(a), "l"(b), "r"(int(adds)))
 
 // Begins c = a b, or c += a b if `adds`. Of each warp, a [16 x 16] and c [16 x 8 tiles] are as of
 // multiply_matrices, c tile by tile; b [16 x 8 tiles] is transposed, as tma_tile_factors says, or
