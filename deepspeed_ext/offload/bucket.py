@@ -189,6 +189,7 @@ class HostBucket:
         """Take a step; weights go back as soon as nobody needs the old ones any more."""
         arrival.check()
         self.await_returned()
+        self.count_unseen_writes()
         self.bucket.refresh_master_weights()
         counts = self.bucket.buffers[STEP][0]
         # A parameter in several parts has its step counted once, when all of them are done.
@@ -304,6 +305,24 @@ class HostBucket:
             return None
         return Question(parts_of(self.owners), self.prints)
 
+    def is_at_rest(self) -> bool:
+        """Return whether all weights rest in host memory, which their copies share."""
+        return all(home_of(owner) is not None for owner in self.owners)
+
+    def count_unseen_writes(self) -> bool:
+        """Let weights at rest count as written that are not what they were, in the worker's thread.
+
+        It takes as long as reading them all: whoever calls step() does not wait for that.
+
+        Returns:
+            Whether there are any.
+        """
+        if self.prints is None or not self.is_at_rest():
+            return False
+        differs = (fingerprints(self._copies()) != self.prints).nonzero().flatten().tolist()
+        torch.autograd.graph.increment_version([self.bucket.params[i] for i in differs])
+        return bool(differs)
+
     def note_written(self, differs: list[bool]) -> None:
         """Take note of which weights somebody else has written, by the answers to that."""
         self._written = differs
@@ -323,8 +342,11 @@ class HostBucket:
         if not changed:
             return False
         self.await_returned()
-        copies, owners = self._copies(), parts_of(self.owners)
+        copies, owners, before = self._copies(), parts_of(self.owners), self.prints
         self.weights, self.prints = seal(self.owners)
+        if before is not None and self.is_at_rest():  # nobody has asked yet
+            unseen = (before != self.prints).nonzero().flatten().tolist()
+            changed = sorted({*changed, *unseen})
         apart = [i for i in changed if are_apart(copies[i], owners[i])]
         event = self.streams.fetch([Copy(copies[i], owners[i]) for i in apart])
         if event is not None:

@@ -13,7 +13,7 @@ the pipeline; the worker's thread changes no state.
 """
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
 from functools import partial
@@ -27,7 +27,7 @@ from deepspeed_ext.offload.copies import CopyStreams, Event
 from deepspeed_ext.offload.gradient_sources import GradientSource
 from deepspeed_ext.offload.host_optimizer import HostOptimizer, scaling_of
 from deepspeed_ext.offload.param_table import Row
-from deepspeed_ext.offload.seals import Stamps
+from deepspeed_ext.offload.seals import Question, Stamps
 from deepspeed_ext.offload.worker import Run, Task, Urgency, Worker
 from deepspeed_ext.op_builder.log import logger
 from deepspeed_ext.optim.buckets import Bucket
@@ -291,7 +291,7 @@ class OffloadedBucket(HostBucket):
         ):
             taken = speculative.task
             adopt = partial(self.adopt, speculative.shadow, after)
-            run = partial(_commit, taken, await_room, adopt, step, send)
+            run = partial(_commit, taken, await_room, self._begin_again, adopt, step, send)
             self._counts["committed"] += 1
         else:
             taken = Task(step, Urgency.STEP, self.place, arrival.events[:1], arrival.needs)
@@ -308,6 +308,18 @@ class OffloadedBucket(HostBucket):
         room = self.streams.has_room
         self._ask(Task(run, Urgency.RETURN, self.place, [after], [taken], room))
         return waits
+
+    def of_weights(self) -> Question | None:
+        """See HostBucket.of_weights; the worker asks that of weights at rest."""
+        return None if self.is_at_rest() else super().of_weights()
+
+    def _begin_again(self) -> bool:
+        """Return whether a speculative step is not to be committed, as weights were written."""
+        if not self.count_unseen_writes():
+            return False
+        self._counts["committed"] -= 1
+        self._counts["discarded"] += 1
+        return True
 
     def _ask(self, task: Task) -> None:
         """Queue a task of a step; if that fails, there is nothing more to wait for."""
@@ -371,10 +383,17 @@ class OffloadedBucket(HostBucket):
         return self.state_stamps(has_prints=self._is_state_shown)
 
 
-def _commit(task: Task, await_room: Run, adopt: Run, step: Run, send: Run) -> None:
-    """Commit a speculative step; one that has failed is taken anew."""
+def _commit(
+    task: Task,
+    await_room: Run,
+    begins_again: Callable[[], bool],
+    adopt: Run,
+    step: Run,
+    send: Run,
+) -> None:
+    """Commit a speculative step; one that has failed, or of other weights, is taken anew."""
     await_room()
-    if task.error is None:
+    if task.error is None and not begins_again():
         adopt()
     else:
         step()

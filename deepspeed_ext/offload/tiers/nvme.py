@@ -6,11 +6,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from deepspeed_ext.offload.bucket import Arrival
+from deepspeed_ext.offload.bucket import Arrival, HostBucket
 from deepspeed_ext.offload.bucket_states import OffloadedBucket
 from deepspeed_ext.offload.copies import REQUESTED, Copy, Event
 from deepspeed_ext.offload.host_optimizer import flat_range
-from deepspeed_ext.offload.seals import seal, stamps_of
+from deepspeed_ext.offload.seals import Question, seal, stamps_of
 from deepspeed_ext.offload.tiers.disk_state import DiskState
 from deepspeed_ext.offload.tiers.prompt_switches import prompt_switches
 from deepspeed_ext.offload.tiers.ring import Ring, views_in
@@ -176,6 +176,10 @@ class NvmeBucket(OffloadedBucket):
                 follow(values[MASTER][one.offset : one.offset + one.elements], param)
 
     # Weights
+
+    def of_weights(self) -> Question | None:
+        """See HostBucket.of_weights: also of weights at rest, as a step reads them in pieces."""
+        return HostBucket.of_weights(self)
 
     def pull(self) -> bool:
         """Take note of weights that somebody has written: a step brings all of them anyway."""

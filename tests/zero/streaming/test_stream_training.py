@@ -1,6 +1,7 @@
 """Twenty steps of a streamed model are those of a model in memory, bit for bit."""
 
 import copy
+import time
 
 import pytest
 import torch
@@ -80,6 +81,36 @@ def test_it_is_stepped_where_it_rests_and_ahead(device):
     ours, theirs = found
     assert ours["committed"] > 0 and theirs["committed"] > 0
     assert ours["bytes_back"] < theirs["bytes_back"]
+
+
+@pytest.mark.parametrize("max_norm", [None, 0.5])
+@pytest.mark.parametrize("form", ["compact", "masters"])
+def test_writes_past_version_counters_where_all_weights_rest(form, max_norm, device):
+    """The worker finds them, before it commits what it has stepped ahead, or steps."""
+    kept = nn.Sequential(*(nn.Linear(16, 16, bias=False) for _ in range(3)))
+    kept = kept.to(device, torch.bfloat16)
+    streamed = copy.deepcopy(kept)
+    zero.stream(streamed, to=device, blocks=["0", "1", "2"])
+    stats = {}
+    for model in (streamed, kept):
+        with offload.OffloadOptimizer(
+            model.parameters(), model=model, lr=1e-2, free_grads=True, **FORMATS[form]
+        ) as optimizer:
+            for step in range(9):
+                x = torch.linspace(-1, 1, 64, device=device).bfloat16().view(4, 16) + step
+                model(x).square().sum().backward()
+                if step % 3 == 2:
+                    time.sleep(0.02)  # the steps of all that may be stepped ahead
+                    with torch.no_grad():
+                        model[1].weight.data.mul_(0.9)
+                        if step == 5:  # this counts
+                            model[0].weight.mul_(0.9)
+                optimizer.step() if max_norm is None else optimizer.clip_and_step(max_norm)
+            optimizer.synchronize()
+            stats[model] = optimizer.stats()
+    assert_equal_models(streamed, kept)
+    if max_norm is None:
+        assert stats[streamed]["committed"] > 0 < stats[streamed]["discarded"]
 
 
 @pytest.mark.parametrize("where", ["data", "dtype", "load"])
