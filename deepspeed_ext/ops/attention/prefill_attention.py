@@ -2,12 +2,9 @@
 
 from typing import Any
 
-import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from deepspeed_ext.ops._kinds import check_kinds
-from deepspeed_ext.ops._library import refuse_gradients
 from deepspeed_ext.ops.attention.decode_attention import AttentionOps, decode_attention_ref
 from deepspeed_ext.ops.attention.paged_kv import PagedKV
 
@@ -26,7 +23,6 @@ def prefill_attention(
     softcap: float = 0.0,
     sinks: Tensor | None = None,
     return_lse: bool = False,
-    first_chunk: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Let a chunk of new tokens of each slot attend to all tokens of the slot up to themselves.
 
@@ -48,7 +44,7 @@ def prefill_attention(
             ones of their slots, in their order. Slices of a projection are no copies.
         kv: a layer of a ``KVCache``, with the keys and values of these tokens in it already.
             Head_dim is 1 to 256; heads of q are a multiple of its heads, neighbours share one.
-        slots: of ``decode_attention``, as all that follows but first_chunk.
+        slots: of ``decode_attention``, as all that follows.
         counts: likewise.
         scale: likewise.
         alibi_slopes: likewise.
@@ -56,12 +52,6 @@ def prefill_attention(
         softcap: likewise.
         sinks: likewise.
         return_lse: likewise.
-        first_chunk: the keys and values of these tokens, (batch, tokens, kv_heads, head_dim) each,
-            as they were appended: says that no slot has any others. On CUDA, where torch's
-            attention does what is asked for (16 bits throughout, head_dim a multiple of 8; no
-            counts, slopes, window, cap, sinks or logarithms), it then reads these instead of the
-            cache, in up to half of the time; what is promised of bits, NaN and what cannot be is
-            then torch's. None: it is not known.
 
     Returns:
         What ``decode_attention`` does, of the shapes of this q.
@@ -74,50 +64,10 @@ def prefill_attention(
     """
     if type(q) is not Tensor or type(kv) is not PagedKV:
         check_kinds("prefill_attention", q=(q, Tensor), kv=(kv, PagedKV))
-    if first_chunk is not None:
-        _check_first_chunk(q, kv, first_chunk)
-        refuse_gradients("prefill_attention", {"first_chunk": first_chunk})
-        is_plain = counts is None and alibi_slopes is None and sinks is None and softcap == 0
-        is_plain = is_plain and not 0 < window < q.shape[1] and not return_lse
-        # A gradient is the op's to refuse: torch's would leave out what is in the cache.
-        is_plain = is_plain and not (torch.is_grad_enabled() and q.requires_grad)
-        if is_plain and _is_for_torch(q, kv, *first_chunk):
-            queries, keys, values = (t.transpose(1, 2) for t in (q, *first_chunk))
-            out = F.scaled_dot_product_attention(
-                queries, keys, values, is_causal=True, scale=scale, enable_gqa=True
-            )
-            return out.transpose(1, 2).contiguous()
     others = (slots, counts, alibi_slopes, sinks)
     return _OPS(q, kv, *others, scale=scale, softcap=softcap, window=window, return_lse=return_lse)
 
 
-def _check_first_chunk(q: Tensor, kv: PagedKV, first_chunk: tuple[Tensor, Tensor]) -> None:
-    """Raise unless they can be keys and values of the tokens of q; no kernel looks at them."""
-    want = [*q.shape[:2], kv.keys.shape[1], q.shape[-1]]
-    for i, tensor in enumerate(first_chunk):
-        if list(tensor.shape) != want:
-            raise ValueError(
-                f"prefill_attention: first_chunk[{i}] has shape {list(tensor.shape)},"
-                f" expected {want}"
-            )
-
-
-def _is_for_torch(q: Tensor, kv: PagedKV, keys: Tensor, values: Tensor) -> bool:
-    """Tell whether torch has a kernel for these that has no mask or scores in memory."""
-    is_one_dtype = q.dtype == kv.keys.dtype == keys.dtype == values.dtype
-    is_usual = q.dtype.itemsize == 2 and q.shape[-1] % 8 == 0 and q.numel() > 0
-    return q.is_cuda and is_one_dtype and is_usual
-
-
-def prefill_attention_ref(
-    q: Tensor,
-    kv: PagedKV,
-    *,
-    first_chunk: tuple[Tensor, Tensor] | None = None,
-    **options: Any,
-) -> Tensor | tuple[Tensor, Tensor]:
-    """Do what prefill_attention does, in float64: what decode_attention_ref does.
-
-    The cache has what first_chunk has.
-    """
+def prefill_attention_ref(q: Tensor, kv: PagedKV, **options: Any) -> Tensor | tuple[Tensor, Tensor]:
+    """Do what prefill_attention does, in float64: what decode_attention_ref does."""
     return decode_attention_ref(q, kv, **options)

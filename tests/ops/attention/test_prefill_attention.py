@@ -155,43 +155,6 @@ def test_one_value_is_in_its_own_column(dtype: torch.dtype, value: float, device
     assert torch.equal(got, want)
 
 
-@pytest.mark.parametrize("width", [64, 80, 128])
-@pytest.mark.parametrize("dtype", [F32, BF16, F16], ids=str)
-def test_first_chunk(dtype: torch.dtype, width: int, device: str) -> None:
-    """Torch's attention on CUDA, of keys and values that are also in the cache."""
-    random = torch.Generator().manual_seed(1)
-    made = [[torch.randn((70, 2, width), generator=random).to(dtype) for _ in "kv"] for _ in "ab"]
-    kv = make_kv([70, 70], 2, width, dtype, device, content=[(k, v) for k, v in made])
-    chunk = tuple(torch.stack(both).to(device) for both in zip(*made, strict=True))
-    q = queries(2, 70, 6, width, dtype, device)
-    want = prefill_attention(q, kv)
-    bound = 1e-5 if dtype == F32 else 0.02
-    got = prefill_attention(q, kv, first_chunk=chunk)
-    assert got.is_contiguous() and torch.allclose(got, want, atol=bound, rtol=bound)
-    by_torch = device == "cuda" and dtype != F32
-    assert by_torch or torch.equal(got, want)
-    nothing = kv._replace(lengths=kv.lengths * 0)  # who reads the cache finds that out
-    for options in (
-        dict(),
-        dict(window=70),
-        dict(window=69),
-        dict(softcap=5.0),
-        dict(sinks=torch.ones(6, device=device)),
-        dict(alibi_slopes=torch.ones(6, device=device)),
-        dict(counts=counts_of([70, 70], device)),
-        dict(return_lse=True),
-    ):
-        out = prefill_attention(q, nothing, first_chunk=chunk, **options)
-        out = out[0] if isinstance(out, tuple) else out
-        reads_chunk = by_torch and options in (dict(), dict(window=70))
-        assert bool(out.isnan().all()) is not reads_chunk
-    for i in range(2):
-        wrong = [chunk[0], chunk[1]]
-        wrong[i] = wrong[i][:, :69]
-        with pytest.raises(ValueError, match=rf"^prefill_attention: first_chunk\[{i}\] has shape "):
-            prefill_attention(q, kv, first_chunk=(wrong[0], wrong[1]))
-
-
 def test_a_page_that_no_token_sees_may_be_anything(device: str) -> None:
     kv = make_kv([300], 2, 64, BF16, device)
     q = queries(1, 50, 4, 64, BF16, device)
