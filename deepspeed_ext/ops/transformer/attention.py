@@ -158,6 +158,14 @@ def dropout_attention(
     return out
 
 
+def check_hidden_states(owner: str, x: Tensor, hidden: int) -> None:
+    """Raise ValueError unless these are (batch, length, hidden)."""
+    if x.dim() != 3 or x.shape[-1] != hidden:
+        raise ValueError(
+            f"{owner}: hidden_states has shape {list(x.shape)}, expected [batch, length, {hidden}]"
+        )
+
+
 def heads_of(owner: str, x: Tensor, weight: Tensor, bias: Tensor, heads: int) -> list[Tensor]:
     """Return q, k and v of each head, of what a layer is given or has made of it.
 
@@ -172,10 +180,7 @@ def heads_of(owner: str, x: Tensor, weight: Tensor, bias: Tensor, heads: int) ->
         ValueError: x has another shape.
     """
     hidden = weight.shape[-1]
-    if x.dim() != 3 or x.shape[-1] != hidden:
-        raise ValueError(
-            f"{owner}: hidden_states has shape {list(x.shape)}, expected [batch, length, {hidden}]"
-        )
+    check_hidden_states(owner, x, hidden)
     joined = F.linear(x, weight, bias)
     shape = (*x.shape[:2], heads, hidden // heads)
     return [part.view(shape).transpose(1, 2) for part in joined.split(hidden, -1)]

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from deepspeed_ext.ops._dropout import draw_seeds
 from deepspeed_ext.ops._kinds import check_kinds
-from deepspeed_ext.ops.transformer.attention import dropout_attention
+from deepspeed_ext.ops.transformer.attention import check_hidden_states, dropout_attention
 from deepspeed_ext.ops.transformer.config import DeepSpeedTransformerConfig, check_config
 from deepspeed_ext.ops.transformer.nodes import Options, ahead_of_attention, behind_attention
 from deepspeed_ext.torch_internals.dispatch import is_in_backward
@@ -150,7 +150,7 @@ class DeepSpeedTransformerLayer(nn.Module):
             The shape of hidden_states; with return_tuple in a tuple.
 
         Raises:
-            ValueError: what is to be None is not.
+            ValueError: what is to be None is not; or hidden_states has another shape.
             RuntimeError: a layer with a generator of its own is called again within a backward.
         """
         others = (
@@ -163,6 +163,7 @@ class DeepSpeedTransformerLayer(nn.Module):
                     f"{_NAME}: {name} is given, expected none, as the layer does nothing with it"
                 )
         check_kinds(_NAME, hidden_states=(hidden_states, Tensor))
+        check_hidden_states(_NAME, hidden_states, self.attn_qkvw.shape[-1])
         config = self.config
         of_attention, of_sum, of_out = self._seeds(hidden_states.device)
         options = Options(

@@ -1,10 +1,10 @@
 """Twenty steps of a streamed model are those of a model in memory, bit for bit."""
 
 import copy
-import time
 
 import pytest
 import torch
+from offload_cases import await_speculation
 from stream_cases import (
     Model,
     assert_equal_models,
@@ -66,6 +66,7 @@ def test_it_is_stepped_where_it_rests_and_ahead(device):
         ) as optimizer:
             for step in range(6):
                 loss_of(model, some_ids(device, step)).backward()
+                await_speculation(optimizer)
                 if step == 3:  # by hand, past version counters
                     for param in model.parameters():
                         param.data.mul_(0.9)
@@ -100,7 +101,7 @@ def test_writes_past_version_counters_where_all_weights_rest(form, max_norm, dev
                 x = torch.linspace(-1, 1, 64, device=device).bfloat16().view(4, 16) + step
                 model(x).square().sum().backward()
                 if step % 3 == 2:
-                    time.sleep(0.02)  # the steps of all that may be stepped ahead
+                    await_speculation(optimizer)
                     with torch.no_grad():
                         model[1].weight.data.mul_(0.9)
                         if step == 5:  # this counts
