@@ -10,7 +10,12 @@ struct NhwcBiasAdd {  // in: x and other, biased; out: their sum
   static constexpr const char* kOp = "nhwc_bias_add";
   static constexpr int kIn = 2, kOut = 1;
   DSX_HOST_DEVICE static constexpr bool is_biased(int) { return true; }
-  DSX_HOST_DEVICE static constexpr bool is_optional(int i) { return i == 1; }
+};
+
+struct NhwcBiasAddAlone {  // in: x, biased; out: that. Its kernel has more blocks at a time
+  static constexpr const char* kOp = NhwcBiasAdd::kOp;
+  static constexpr int kIn = 1, kOut = 1;
+  DSX_HOST_DEVICE static constexpr bool is_biased(int) { return true; }
 };
 
 struct NhwcBiasAddBackward {  // in: grad_out; out: the same, of which only the sum is wanted
@@ -20,6 +25,6 @@ struct NhwcBiasAddBackward {  // in: grad_out; out: the same, of which only the 
   DSX_HOST_DEVICE static constexpr bool is_biased(int) { return false; }
 };
 
-#define DSX_RULES(each) each(NhwcBiasAdd) each(NhwcBiasAddBackward)
+#define DSX_RULES(each) each(NhwcBiasAdd) each(NhwcBiasAddAlone) each(NhwcBiasAddBackward)
 
 }  // namespace dsx

@@ -8,9 +8,17 @@ namespace {
 
 Tensor nhwc_bias_add(const Tensor& x, const Tensor& bias, const OptionalTensor& other,
                      const OptionalTensor& other_bias) {
-  ElementwiseCall<NhwcBiasAdd> call({"x"}, x);
   check(other.has_value() || !other_bias.has_value(), NhwcBiasAdd::kOp,
         ": other_bias is given, expected other beside it");
+  if (!other.has_value()) {
+    ElementwiseCall<NhwcBiasAddAlone> call({"x"}, x);
+    call.read(0, {"x"}, x);
+    call.read_bias(0, {"bias"}, bias);
+    Tensor out = call.make(0, call.dtype(0));
+    call.run();
+    return out;
+  }
+  ElementwiseCall<NhwcBiasAdd> call({"x"}, x);
   call.read(0, {"x"}, x);
   call.read_bias(0, {"bias"}, bias);
   call.read(1, {"other"}, other);
