@@ -62,15 +62,23 @@ class Bench:
     Args:
         size: of model and batch.
         device: "cpu" or "cuda".
+        allowed: GiB of the GPU that torch may have once an optimizer is made; 0: all.
         steps: how many are timed of each.
         wanted: names of what to measure.
         progress: advanced by one for each step, and for each term.
     """
 
     def __init__(
-        self, size: Size, device: str, steps: int, wanted: set[str], progress: "tqdm[None]"
+        self,
+        size: Size,
+        device: str,
+        allowed: float,
+        steps: int,
+        wanted: set[str],
+        progress: "tqdm[None]",
     ) -> None:
         self._size, self._device, self._steps = size, device, steps
+        self._allowed = allowed
         self._wanted, self._progress = wanted, progress
         self._data = make_data(size, device)
         self._alone: list[float] = []
@@ -121,15 +129,18 @@ class Bench:
                 self._time_alone(model)
             before = _allocated()
             optimizer = session.make(model)
+            _allow(self._allowed)
             for name, phase in phases.items():
                 self._time_phase(name, phase, model, optimizer)
                 held = _allocated() - before
-                text = f"{held / 2**30:.2f} GiB more on the GPU between steps than without it"
+                texts = [f"{_peak() / 2**30:.1f} GiB of the GPU at the most"]
                 if not session.own_model:
-                    self.notes[name].insert(0, f"{text}, {_peak() / 2**30:.1f} in all at the most")
+                    texts.insert(0, f"{held / 2**30:.2f} between steps more than without it")
+                self.notes[name].insert(0, ", ".join(texts))
             if hasattr(optimizer, "close"):
                 optimizer.close()
             del optimizer, model
+        _allow(0)
         drop_garbage()
 
     def _time_phase(self, name: str, phase: Phase, model: nn.Module, optimizer: Any) -> None:
@@ -213,6 +224,14 @@ def _allocated() -> int:
     return torch.cuda.memory_allocated()
 
 
+def _allow(gib: float) -> None:
+    """Let torch have so much of the GPU, or all of it."""
+    if torch.cuda.is_available():
+        drop_garbage()
+        total = torch.cuda.get_device_properties(0).total_memory
+        torch.cuda.set_per_process_memory_fraction(gib * 2**30 / total if gib else 1.0)
+
+
 def _peak() -> int:
     return torch.cuda.max_memory_allocated() if torch.cuda.is_available() else 0
 
@@ -265,6 +284,7 @@ def main(arguments: list[str] | None = None) -> int:
     )
     parser.add_argument("--steps", type=int, default=STEPS, help="how many are timed of each")
     threads = len(os.sched_getaffinity(0))
+    parser.add_argument("--gpu-gib", type=float, default=0, help="that torch may have; 0: all")
     parser.add_argument("--threads", type=int, default=threads, help="of the host's step")
     for name, value in vars(Size()).items():
         parser.add_argument(f"--{name}", type=int, default=value, help="default: %(default)s")
@@ -294,7 +314,7 @@ def main(arguments: list[str] | None = None) -> int:
     rows = [ROWS[name] for name in ROWS if name.startswith(tuple(wanted))]
     names = set().union(*map(measures_of, rows))
     with tqdm(total=_total(names, options.steps), desc="steps", disable=None) as progress:
-        bench = Bench(size, options.device, options.steps, names, progress)
+        bench = Bench(size, options.device, options.gpu_gib, options.steps, names, progress)
         try:
             bench.run()
         finally:  # what is measured is shown and kept, whatever fails after it

@@ -61,6 +61,9 @@ def _rows() -> dict[str, Row]:
         found[f"others-{form}"] = Row(f"step, {state}, beside others", names, form)
         # For models whose state fits nowhere else: --rows only-compact --layers 40 --width 5120
         found[f"only-{form}"] = Row(f"step, {state}, beside nothing", (ours(form),), form)
+        # And on a small GPU: only-streamed-compact --gpu-gib 24 --layers 43 --width 5120 --batch 1
+        names = (ours(form, STREAMED),)
+        found[f"only-streamed-{form}"] = Row(f"step, {state}, {STREAMED}, alone", names, form)
         names = (ours(form, ACCUMULATED), on_gpu(form, ACCUMULATED))
         found[f"accumulate-{form}"] = Row(f"step, {state}, {ACCUMULATED}", names, form)
     return found

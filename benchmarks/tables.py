@@ -330,7 +330,18 @@ def _offload() -> Table:
         Column("others: how many times as fast ours is", H200, threads, all_others),
         Column("beside the bound", H200, threads, beside_ceiling),
     ]
-    uses = ("step", "never", "always", "freed", "streamed", "accumulate", "others", "only", "host")
+    uses = (
+        "step",
+        "never",
+        "always",
+        "freed",
+        "streamed",
+        "accumulate",
+        "others",
+        "only",
+        "only-streamed",
+        "host",
+    )
     workloads = [ROWS[f"{use}-{form}"].work for form in FORMATS for use in uses]
     return Table("H200, 16 cores", columns, [Line("", "offload", work) for work in workloads])
 
