@@ -79,17 +79,18 @@ class Staging:
 
     def _runs(self, piece: Piece) -> tuple[list[_Run], list[int]]:
         runs: list[_Run] = []
-        rows = []
+        rows: list[int] = []
         for row, param in enumerate(piece.params):
             offset = self._offset_of(param, piece, row)
             if offset is None:
                 continue
-            rows.append(row)
             begin = piece.begins[row]
             run = _Run(begin, begin + param.nbytes, offset)
-            if runs and run.offset - runs[-1].offset == begin - runs[-1].begin:
+            is_next = bool(rows) and rows[-1] == row - 1  # else others come in between
+            if is_next and offset - runs[-1].offset == begin - runs[-1].begin:
                 run = runs.pop()._replace(end=run.end)
             runs.append(run)
+            rows.append(row)
         return runs, rows
 
     def _offset_of(self, param: Tensor, piece: Piece, row: int) -> int | None:

@@ -1,3 +1,3 @@
-from stream_cases import each_device, late
+from stream_cases import each_device, each_rest, late
 
-__all__ = ["each_device", "late"]
+__all__ = ["each_device", "each_rest", "late"]
