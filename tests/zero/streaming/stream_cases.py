@@ -98,6 +98,10 @@ class LateEvent:
     def query(self):
         return False
 
+    def __del__(self):
+        if self._taken and self._keeps:
+            LateEvent.found.append("let go of before it was over")
+
 
 class LateStream:
     def wait_event(self, event):

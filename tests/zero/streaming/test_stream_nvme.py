@@ -197,6 +197,31 @@ def test_a_read_that_fails_or_is_interrupted(device, disk, monkeypatch, where, e
     assert handle._staging._pool.stats()["buffers"] == 0
 
 
+def test_what_could_not_be_read_does_not_seem_to_be_there(disk, monkeypatch):
+    model = Model()
+    handle = zero.stream(model, to="cpu", **disk)
+    piece = handle._piece(model.layers[1])
+    with monkeypatch.context() as patch:
+        patch.setattr(scratch.ScratchMemory, "read", lambda *_: Broken(OSError("a bad sector")))
+        for _ in range(2):
+            with pytest.raises(OSError, match="a bad sector"):
+                handle.fetched(piece)
+    assert torch.equal(handle.fetched(piece).weight(0), piece.params[0])
+    handle.close()
+
+
+def test_pinned_memory_is_kept_until_a_copy_is_over(disk, monkeypatch):
+    monkeypatch.undo()  # late copies would keep it
+    model = Model()
+    handle = zero.stream(model, to="cpu", **disk)
+    pool = handle._staging._pool
+    got = handle._begun(handle._piece(model.layers[1]))
+    got.wait()
+    assert pool.stats()["buffers"] == 1
+    got.finish()
+    assert pool.stats()["buffers"] == 0
+
+
 def test_a_file_that_was_cut_off_is_an_error_of_the_call(disk, monkeypatch):
     monkeypatch.undo()  # reads are not late
     model = Model()

@@ -72,6 +72,9 @@ def test_it_is_stepped_where_it_rests_and_ahead(device, rest):
                     for param in model.parameters():
                         param.data.mul_(0.9)
                 optimizer.step()
+                if rest and model is streamed:
+                    optimizer.synchronize()
+                    check_disk(handle, rest)
             optimizer.synchronize()
             found.append(optimizer.stats())
             if model is streamed:
