@@ -159,6 +159,7 @@ def _leave_to_parent(views: "weakref.WeakKeyDictionary[Any, tuple[File, int, int
     """Let a forked child write to memory of its own."""
     for view, (file, offset, nbytes) in list(views.items()):
         view.show(0, nbytes, file, offset)
+    views.clear()  # a child of the child is to have what that has written
 
 
 def reserved_bytes(parts: Sequence[Sequence[Tensor]]) -> int:
