@@ -35,8 +35,9 @@ def follow_params(host_optimizer: HostOptimizer, table: ParamTable[Any]) -> None
         for row in changed:
             row.look = None  # so that they are looked at again
         raise
-    if changed:
-        host_optimizer.forget_buckets()
+    finally:
+        if changed:
+            host_optimizer.forget_buckets()
 
 
 def _follow(row: Row[Any], table: ParamTable[Any]) -> None:

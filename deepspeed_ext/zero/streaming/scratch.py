@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from deepspeed_ext.io import AsyncIO, Future
-from deepspeed_ext.io.extents import Extent, Extents, whole_pages
+from deepspeed_ext.io.extents import Extent, Extents
 from deepspeed_ext.io.file import File
 from deepspeed_ext.io.file_map import file_map, scratch_file
 from deepspeed_ext.offload.host_tensors import host_bytes, laid_out
@@ -112,8 +112,9 @@ class ScratchMemory:
     def _take(self, nbytes: int) -> Tensor:
         with self._lock:
             self._settle()
-            self._grow(self._extents.missing(nbytes))
-            extent = self._extents.take(nbytes)
+            size = _in_kernel_pages(nbytes)
+            self._grow(self._extents.missing(size))
+            extent = self._extents.take(size)
             assert extent is not None  # it has grown
             try:
                 view, memory = file_map(nbytes)
@@ -164,4 +165,9 @@ def _leave_to_parent(views: "weakref.WeakKeyDictionary[Any, tuple[File, int, int
 
 def reserved_bytes(parts: Sequence[Sequence[Tensor]]) -> int:
     """Return how much ScratchMemory is to reserve for tensors that come in these parts."""
-    return sum(whole_pages(host_bytes(tensors)) for tensors in parts)
+    return sum(_in_kernel_pages(host_bytes(tensors)) for tensors in parts)
+
+
+def _in_kernel_pages(nbytes: int) -> int:
+    page = os.sysconf("SC_PAGESIZE")
+    return -(-nbytes // page) * page
