@@ -162,7 +162,7 @@ def test_a_forked_child_writes_to_memory_of_its_own(disk):
 @pytest.mark.long
 def test_a_forked_child_has_weights_of_its_own(tmp_path):
     run = subprocess.run(
-        [sys.executable, FORK, tmp_path], capture_output=True, text=True, timeout=120, check=False
+        [sys.executable, FORK, tmp_path], capture_output=True, text=True, timeout=300, check=False
     )
     assert run.stdout == "went on\n" and run.returncode == 0, run.stderr
 
