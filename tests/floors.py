@@ -131,7 +131,9 @@ ROOMS = {  # inside of a package, likewise; its __init__ may import all
     ),
     "zero/streaming": (
         ("order", "pieces", "rest"),
-        ("fetched", "moves"),
+        ("moves", "scratch"),
+        ("staging",),
+        ("fetched",),
         ("gradients", "saved_weights"),
         ("windows",),
         ("streamed_model",),

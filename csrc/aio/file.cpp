@@ -106,6 +106,7 @@ std::shared_ptr<File> File::scratch(const std::string& folder) {
 }
 
 int File::direct() {
+  if (refused_) return -1;
   std::call_once(once_, [this] { open_direct(); });
   return refused_ ? -1 : direct_;
 }

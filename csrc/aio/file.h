@@ -28,7 +28,7 @@ class File {
   int buffered() const { return buffered_; }
   int direct();           // -1: this file or this file system has none
   Alignment alignment();  // of direct(); granule 0 without it
-  void refuse_direct();   // the kernel refused what alignment() allows
+  void refuse_direct();   // all goes through the page cache: the kernel or the owner wants that
   void abandon();         // closes it at once, under requests of a parent process too
 
   // These throw IoError.

@@ -40,7 +40,7 @@ void FileMap::hide() {
   }
 }
 
-void FileMap::show(size_t begin, size_t bytes, int file, int64_t offset) {
+void FileMap::show(size_t begin, size_t bytes, int file, int64_t offset, bool shared) {
   const auto page = static_cast<size_t>(page_size());
   const size_t size = whole_pages(bytes);
   if (begin % page != 0 || bytes == 0 || begin > mapped_ || size > mapped_ - begin || offset < 0 ||
@@ -49,8 +49,8 @@ void FileMap::show(size_t begin, size_t bytes, int file, int64_t offset) {
                                 std::to_string(begin) + " for offset " + std::to_string(offset) +
                                 ", expected whole pages inside of " + std::to_string(bytes_));
   }
-  constexpr int kHow = MAP_PRIVATE | MAP_FIXED | MAP_NORESERVE;
-  if (mmap(address_ + begin, size, kRights, kHow, file, offset) == MAP_FAILED) {
+  const int how = (shared ? MAP_SHARED : MAP_PRIVATE) | MAP_FIXED | MAP_NORESERVE;
+  if (mmap(address_ + begin, size, kRights, how, file, offset) == MAP_FAILED) {
     const int code = errno;
     const char* hint = code == ENOMEM ? " (see /proc/sys/vm/max_map_count)" : "";
     throw IoError(code, "FileMap: a part of a file is not shown: " + message_of(code) + hint);

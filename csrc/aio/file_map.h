@@ -1,8 +1,9 @@
 // FileMap: memory that shows parts of files where they lie, and zeros elsewhere.
 //
-// Nothing is read before it is touched, and what is written here never reaches a file: the kernel
+// Nothing is read before it is touched. What is written here never reaches a file: the kernel
 // copies a page when it is written to. So state that rests on disk can be looked at, and changed,
-// like any other memory, while only those who move it in whole pieces write to the disk.
+// like any other memory, while only those who move it in whole pieces write to the disk. A part
+// that is shown as shared is the file itself: what is written there, is written to it.
 #pragma once
 
 #include <cstddef>
@@ -22,7 +23,7 @@ class FileMap {
 
   // Shows a part of a file from now on, and drops what was written there. Offsets are multiples of
   // a page; the part ends with a page of the map, or with the map. Throws IoError.
-  void show(size_t begin, size_t bytes, int file, int64_t offset);
+  void show(size_t begin, size_t bytes, int file, int64_t offset, bool shared);
 
   // Shows zeros everywhere from now on, and drops what was written. Throws IoError.
   void hide();

@@ -263,6 +263,7 @@ void bind_file(py::module_& module) {
     const Unlocked unlocked;
     file->allocate(offset, bytes);
   }, py::arg("offset"), py::arg("nbytes"))
+      .def("refuse_direct", [](FileHandle& self) { self.open()->refuse_direct(); })
       .def("close", &FileHandle::close)
       .def("abandon", &FileHandle::abandon);
 }
@@ -297,11 +298,14 @@ void bind_file_map(py::module_& module) {
                            static_cast<py::ssize_t>(self.bytes()));
   })
       .def("show",
-           [](FileMap& self, int64_t begin, int64_t bytes, const FileHandle& file, int64_t offset) {
+           [](FileMap& self, int64_t begin, int64_t bytes, const FileHandle& file, int64_t offset,
+              bool shared) {
     if (begin < 0 || bytes < 0) throw py::value_error("FileMap: a part is negative");
     self.show(static_cast<size_t>(begin), static_cast<size_t>(bytes), file.open()->buffered(),
-              offset);
-  }, py::arg("begin"), py::arg("nbytes"), py::arg("file"), py::arg("offset"))
+              offset, shared);
+  },
+           py::arg("begin"), py::arg("nbytes"), py::arg("file"), py::arg("offset"),
+           py::arg("shared") = false)
       .def("hide", &FileMap::hide);
 }
 

@@ -188,6 +188,6 @@ STREAMED = Refusal(  # asked only in stage 3
     f"{_ZERO}offload_param.device",
     _is_one_of("nvme"),
     '"cpu" or "none" in stage 3',
-    "parameters on NVMe are not here; state may be there, by offload_optimizer",
+    "parameters on NVMe are zero.stream's; state may be there, by offload_optimizer",
 )
 OF = {row.key: tuple(each for each in REFUSALS if each.key == row.key) for row in REFUSALS}

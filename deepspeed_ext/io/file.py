@@ -50,6 +50,9 @@ class File(Protocol):
     def allocate(self, offset: int, nbytes: int) -> None:
         """Reserve space, and extend the file to offset + nbytes if it is shorter."""
 
+    def refuse_direct(self) -> None:
+        """Let whole pages travel through the page cache from now on, too."""
+
     def close(self) -> None:
         """Close it; more calls do nothing."""
 

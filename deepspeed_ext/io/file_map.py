@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from deepspeed_ext.io._native import native
+from deepspeed_ext.io.file import File
 
 
 def file_map(nbytes: int) -> tuple[Any, Tensor]:
@@ -17,3 +18,13 @@ def file_map(nbytes: int) -> tuple[Any, Tensor]:
     if nbytes == 0:
         return made, torch.empty(0, dtype=torch.uint8, device="cpu")
     return made, torch.frombuffer(made, dtype=torch.uint8)
+
+
+def scratch_file(folder: str) -> File:
+    """Return a file without a name in a folder, which goes when nobody has it or shows it.
+
+    Raises:
+        OSError: it cannot be made there.
+    """
+    made: File = native().File.scratch(folder)
+    return made

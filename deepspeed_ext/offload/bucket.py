@@ -218,8 +218,12 @@ class HostBucket:
         # Without the version counter, which goes on with the parameter.
         weights = [copy.data for copy in self._copies()]
         old = HostBuffers(weights, self.bucket.buffers, self.bucket.scales, self._entries())
-        for copy, weight in zip(self.bucket.params, shadow.weights, strict=True):
-            put(copy, weight)
+        for i, (copy, weight) in enumerate(zip(self.bucket.params, shadow.weights, strict=True)):
+            if self._keeps_memory(i):
+                weights[i].copy_(weight)
+                weights[i] = weight
+            else:
+                put(copy, weight)
         self.bucket.take(shadow.buffers, shadow.scales)
         if shadow.shown is None:
             shadow.shown = [self.bucket.shown(i) for i in range(len(self.owners))]
@@ -231,6 +235,10 @@ class HostBucket:
         parts = self._parts(everywhere)
         self._send(list(map(Copy, parts, self._copies())), after)
         self._note_sent(everywhere, parts)
+
+    def _keeps_memory(self, i: int) -> bool:
+        home = home_of(self.owners[i])
+        return home is not None and home.keeps_memory
 
     def _entries(self) -> list[dict[str, Tensor]]:
         keys = self.bucket.shown(0).keys()

@@ -1,11 +1,12 @@
 """Take up what users change in groups, and in what parameters look like."""
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 from deepspeed_ext.dtensors import local
 from deepspeed_ext.offload.host_optimizer import HostOptimizer, options_of
-from deepspeed_ext.offload.host_tensors import put, remake, untouched_copy
+from deepspeed_ext.offload.host_tensors import host_memory, put, remake, untouched_copy
 from deepspeed_ext.offload.param_table import ParamTable, Row
 from deepspeed_ext.offload.streamed import home_of, move
 from deepspeed_ext.optim.spec import Group
@@ -27,15 +28,27 @@ def follow_groups(
 def follow_params(host_optimizer: HostOptimizer, table: ParamTable[Any]) -> None:
     """Give new host copies to parameters that have got another device, dtype or layout."""
     changed = [row for row in rows_of(host_optimizer, table) if row.has_new_look()]
-    for row in changed:
-        if row.is_on_disk:
-            put(row.copy, local(untouched_copy(row.param)).detach())
-        else:
-            remake(row.copy, row.param, table.share)
-            if home_of(row.param) is not None:
-                move(row.param, row.copy.data)
-    if changed:
-        host_optimizer.forget_buckets()
+    try:
+        for row in changed:
+            _follow(row, table)
+    except BaseException:
+        for row in changed:
+            row.look = None  # so that they are looked at again
+        raise
+    finally:
+        if changed:
+            host_optimizer.forget_buckets()
+
+
+def _follow(row: Row[Any], table: ParamTable[Any]) -> None:
+    home = home_of(row.param)
+    if row.is_on_disk:
+        put(row.copy, local(untouched_copy(row.param)).detach())
+    elif home is None:
+        remake(row.copy, row.param, partial(host_memory, share=table.share))
+    else:
+        remake(row.copy, row.param, home.memory)
+        move(row.param, row.copy.data)
 
 
 def rows_of(host_optimizer: HostOptimizer, table: ParamTable[Any]) -> list[Row[Any]]:

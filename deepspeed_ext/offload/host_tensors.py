@@ -1,6 +1,6 @@
 """Host copies of parameters: what the optimizer in host memory takes for its parameters."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
 import torch
@@ -11,15 +11,22 @@ from deepspeed_ext.io import PinnedBuffer
 from deepspeed_ext.processors import Share
 from deepspeed_ext.torch_internals.tensors import put_part
 
-_ALIGNMENT = 128  # bytes
+_ALIGNMENT = 256  # bytes, as those of torch's own allocations on a device
+
+Memory = Callable[[Sequence[Tensor]], list[Tensor]]
 
 
 def host_memory(tensors: Sequence[Tensor], share: Share) -> list[Tensor]:
     """Return pinned host memory in the shape, dtype and layout of each of these, in one piece."""
-    sizes = list(map(_padded, tensors))
-    nbytes = sum(sizes)
+    nbytes = host_bytes(tensors)
     PinnedBuffer(0)  # compiles what it needs, here, where it may use all processors
     memory = share.touching(nbytes, partial(PinnedBuffer, nbytes)).tensor()
+    return laid_out(tensors, memory)
+
+
+def laid_out(tensors: Sequence[Tensor], memory: Tensor) -> list[Tensor]:
+    """Return parts of memory, of as many bytes as host_bytes says, in the form of each of these."""
+    sizes = list(map(_padded, tensors))
     made = []
     for tensor, size, begin in zip(tensors, sizes, _begins(sizes), strict=True):
         flat = memory[begin : begin + size].view(tensor.dtype)
@@ -52,10 +59,10 @@ def untouched_copy(param: Tensor) -> Tensor:
     return torch.nn.Parameter(whole, requires_grad=param.requires_grad)
 
 
-def remake(copy: Tensor, param: Tensor, share: Share) -> None:
+def remake(copy: Tensor, param: Tensor, memory_for: Memory) -> None:
     """Make a host copy what its parameter is by now."""
     part = local(param).detach()
-    [memory] = host_memory([part], share)
+    [memory] = memory_for([part])
     put(copy, memory.copy_(part))
 
 

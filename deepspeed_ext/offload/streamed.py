@@ -3,7 +3,7 @@
 An optimizer steps such a parameter where it rests: its host copy has the same memory.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -17,6 +17,13 @@ _HOME = "_deepspeed_ext_home"  # the attribute of a parameter
 
 class Home(Protocol):
     """What streams a parameter, and has its gradients first."""
+
+    @property
+    def keeps_memory(self) -> bool:
+        """Whether a parameter keeps the memory that it rests in, as nothing else is so: a file."""
+
+    def memory(self, tensors: Sequence[Tensor], /) -> list[Tensor]:
+        """Return memory to rest in, in the shape, dtype and layout of each of these."""
 
     def hand_over(self, param: Tensor, take: Take | None) -> None:
         """Have gradients of a parameter taken from the device where they are made.

@@ -1,7 +1,7 @@
 """ZeRO as settings of torch's fully_shard, with what it lacks around it.
 
 - shard, accumulate, Accumulation: the stages, and the micro-steps of a step.
-- stream: blocks whose weights rest in host memory, for one process.
+- stream: blocks whose weights rest in host memory or on a disk, for one process.
 - Init: models that never stand whole anywhere. GatheredParameters: whole parameters for a while.
 - LossScaler: for gradients of float16.
 - save, load, inspect: checkpoints for any number of processes. consolidate: the model of one in

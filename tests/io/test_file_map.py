@@ -1,11 +1,13 @@
 """Memory that shows parts of files: what is seen, what is kept from the file, what is refused."""
 
+import os
+
 import pytest
 import torch
 
-from deepspeed_ext.io import TensorStore
+from deepspeed_ext.io import AsyncIO, TensorStore
 from deepspeed_ext.io.extents import PAGE
-from deepspeed_ext.io.file_map import file_map
+from deepspeed_ext.io.file_map import file_map, scratch_file
 
 
 @pytest.fixture
@@ -61,6 +63,25 @@ def test_outlives_its_store(tmp_path):
     store.show("a", view, 0, PAGE)
     store.close()
     assert (memory == 5).all()
+
+
+def test_what_is_written_to_a_shared_part_is_in_the_file_at_once(tmp_path):
+    file = scratch_file(str(tmp_path))
+    file.allocate(0, 3 * PAGE)
+    file.refuse_direct()
+    assert not file.direct
+    view, memory = file_map(2 * PAGE)
+    view.show(PAGE, PAGE, file, 2 * PAGE, shared=True)
+    found = torch.empty(3 * PAGE, dtype=torch.uint8)
+    with AsyncIO() as engine:
+        for value in (5, 6):
+            memory.fill_(value)
+            assert (engine.read(found, file).result()[2 * PAGE :] == value).all()
+        assert not found[: 2 * PAGE].any()
+        assert engine.stats()["direct_bytes"] == 0
+    view.show(PAGE, PAGE, file, 2 * PAGE)
+    memory.fill_(7)
+    assert os.pread(file.fileno(), 1, 2 * PAGE) == b"\6"
 
 
 @pytest.mark.parametrize(("begin", "nbytes", "at"), [(1, PAGE, 0), (0, PAGE, 9), (PAGE, 5000, 0)])

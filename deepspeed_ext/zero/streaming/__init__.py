@@ -1,4 +1,4 @@
-"""Weights that rest in host memory and come to the device block by block."""
+"""Weights that rest in host memory, or in a file, and come to the device block by block."""
 
 from deepspeed_ext.zero.streaming.streamed_model import Stream, stream
 

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from deepspeed_ext.offload.copies import Copy, CopyStreams, Event
+from deepspeed_ext.offload.host_tensors import Memory
 from deepspeed_ext.offload.streamed import Take
 from deepspeed_ext.torch_internals.dispatch import (
     accumulates,
@@ -53,9 +54,12 @@ class Gradients:
 
     Args:
         streams: of the device.
+        memory: see offload.streamed.Home.
+        keeps_memory: likewise.
     """
 
-    def __init__(self, streams: CopyStreams) -> None:
+    def __init__(self, streams: CopyStreams, memory: Memory, keeps_memory: bool) -> None:
+        self.memory, self.keeps_memory = memory, keeps_memory
         self._streams = streams
         self._coming: dict[int, list[_Coming]] = {}  # by the number of the backward
         self._uses = WeakIdKeyDictionary()  # the pending ones of each parameter

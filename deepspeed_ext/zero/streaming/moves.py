@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from deepspeed_ext.offload.host_tensors import Memory
 from deepspeed_ext.torch_internals.modules import APPLY
 from deepspeed_ext.zero.streaming.rest import bring_to_rest
 
@@ -22,11 +23,14 @@ class _Apply:
     Args:
         module: whose method it stands in for.
         rests: tells of a parameter whether it does.
+        memory_for: returns memory to rest in.
     """
 
-    def __init__(self, module: nn.Module, rests: Callable[[Tensor], bool]) -> None:
+    def __init__(
+        self, module: nn.Module, rests: Callable[[Tensor], bool], memory_for: Memory
+    ) -> None:
         self._module = weakref.ref(module)
-        self._rests = rests
+        self._rests, self._memory_for = rests, memory_for
 
     def __call__(self, change: Change, *rest: Any, **options: Any) -> nn.Module:
         module = self._here()
@@ -42,7 +46,8 @@ class _Apply:
         before = [param.data_ptr() for param in own]
         made: nn.Module = getattr(type(module), APPLY)(module, changed, *rest, **options)
         both = zip(own, before, strict=True)
-        bring_to_rest([param for param, address in both if param.data_ptr() != address])
+        moved = [param for param, address in both if param.data_ptr() != address]
+        bring_to_rest(moved, self._memory_for)
         return made
 
     def _here(self) -> nn.Module:
@@ -58,9 +63,11 @@ def _of_class(module: nn.Module) -> MethodType:
     return MethodType(getattr(type(module), APPLY), module)
 
 
-def keep_at_rest(module: nn.Module, rests: Callable[[Tensor], bool]) -> Callable[[], None]:
+def keep_at_rest(
+    module: nn.Module, rests: Callable[[Tensor], bool], memory_for: Memory
+) -> Callable[[], None]:
     """Let moves of a module leave its own parameters that rest; return what ends that."""
-    module.__dict__[APPLY] = _Apply(module, rests)
+    module.__dict__[APPLY] = _Apply(module, rests, memory_for)
     reference = weakref.ref(module)
 
     def end() -> None:

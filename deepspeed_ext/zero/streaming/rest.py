@@ -1,13 +1,13 @@
 """How a model is taken apart: what rests in host memory, and what stays on the device."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from deepspeed_ext.dtensors import is_dtensor
-from deepspeed_ext.offload.host_tensors import host_memory
+from deepspeed_ext.offload.host_tensors import Memory, host_memory
 from deepspeed_ext.processors import share_here
 from deepspeed_ext.torch_internals.modules import buffers_of
 
@@ -75,13 +75,18 @@ def _check(model: nn.Module, blocks: dict[str, nn.Module]) -> None:
                 )
 
 
+def pinned_memory(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Return pinned host memory in the shape, dtype and layout of each of these, in one piece."""
+    return host_memory(tensors, share_here())
+
+
 @torch.no_grad()
-def bring_to_rest(params: list[nn.Parameter]) -> None:
-    """Give parameters pinned host memory, in one piece, with all that they are."""
+def bring_to_rest(params: list[nn.Parameter], memory_for: Memory) -> None:
+    """Give parameters memory to rest in, with all that they are."""
     if not params:
         return
     parts = [param.detach() for param in params]
-    for param, part, memory in zip(params, parts, host_memory(parts, share_here()), strict=True):
+    for param, part, memory in zip(params, parts, memory_for(parts), strict=True):
         param.data = memory.copy_(part)
         if param.grad is not None:
             param.grad = param.grad.to("cpu")

@@ -1,5 +1,6 @@
-"""stream: weights of a model rest in host memory, and come to the device block by block."""
+"""stream: weights of a model rest in host memory or a file, and come to the device by blocks."""
 
+import os
 import threading
 import weakref
 from collections import deque
@@ -30,8 +31,11 @@ from deepspeed_ext.zero.streaming.rest import (
     OP,
     bring_to_device,
     bring_to_rest,
+    pinned_memory,
     streamed_parameters,
 )
+from deepspeed_ext.zero.streaming.scratch import ScratchMemory, reserved_bytes
+from deepspeed_ext.zero.streaming.staging import Staging
 from deepspeed_ext.zero.streaming.windows import Slot, Window, Windows, check_thread, slots_of
 
 _MARK = "_zero_stream"
@@ -42,14 +46,23 @@ class Stream:
     """A model whose blocks are streamed; see `stream`."""
 
     def __init__(
-        self, model: nn.Module, blocks: dict[str, nn.Module], to: torch.device, prefetch: int
+        self,
+        model: nn.Module,
+        blocks: dict[str, nn.Module],
+        to: torch.device,
+        prefetch: int,
+        folder: str | None,
     ) -> None:
         rows = streamed_parameters(model, blocks)
+        scratch = None if folder is None else ScratchMemory(folder, reserved_bytes(rows))
+        memory_for = pinned_memory if scratch is None else scratch.memory
+        self._scratch = scratch
+        self._staging = None if scratch is None else Staging(scratch, 1 + prefetch)
         self._model = weakref.ref(model)
         self._to = to
         self._prefetch = prefetch
         self._streams = CopyStreams(to)
-        self._gradients = Gradients(self._streams)
+        self._gradients = Gradients(self._streams, memory_for, scratch is not None)
         self._blocks = weakref.WeakSet(blocks.values())
         self._order = {False: Order(blocks.values()), True: Order(reversed([*blocks.values()]))}
         self._windows = Windows()
@@ -64,7 +77,7 @@ class Stream:
         self._blocks_of = WeakIdKeyDictionary()  # of what rests
         self._counts = {"fetched": 0, "ahead": 0, "bytes_in": 0}
         for params in rows:
-            bring_to_rest(params)
+            bring_to_rest(params, memory_for)
         bring_to_device(model, to, (param for params in rows for param in params))
         for params, block in zip(rows, blocks.values(), strict=True):
             for param in params:
@@ -85,7 +98,7 @@ class Stream:
                     self._removes += [
                         module.register_forward_pre_hook(before, prepend=True).remove,
                         module.register_forward_hook(after, always_call=True).remove,
-                        keep_at_rest(module, self._blocks_of.__contains__),
+                        keep_at_rest(module, self._blocks_of.__contains__, memory_for),
                     ]
         object.__setattr__(model, _MARK, self)
 
@@ -95,14 +108,22 @@ class Stream:
         Returns:
             `fetched`: how often a block came to the device; `ahead`: how often of that before it
             was wanted; `bytes_in` and `bytes_out`: weights to the device, gradients from it;
-            `resting_bytes`: of all weights in host memory.
+            `resting_bytes`: of all weights at rest; `disk_bytes`: of those in a scratch file.
         """
-        resting = sum(param.nbytes for param in self._blocks_of)
-        out = self._gradients.bytes_out
-        return {**self._counts, "bytes_out": out, "resting_bytes": resting}
+        scratch, resting = self._scratch, list(self._blocks_of)
+        with past_torch_function():
+            on_disk = [] if scratch is None else [p for p in resting if scratch.has(p)]
+            sizes = {
+                "resting_bytes": sum(param.nbytes for param in resting),
+                "disk_bytes": sum(param.nbytes for param in on_disk),
+            }
+        return {**self._counts, "bytes_out": self._gradients.bytes_out, **sizes}
 
     def close(self) -> None:
-        """Stream no more: parameters stay where they are, and the model is an ordinary one."""
+        """Stream no more: parameters stay where they are, and the model is an ordinary one.
+
+        A scratch file stays as long as it is the memory of any tensor.
+        """
         for remove in self._removes:
             remove()
         self._windows.close_all()
@@ -114,6 +135,8 @@ class Stream:
         model = self._model()
         if model is not None and getattr(model, _MARK, None) is self:
             object.__delattr__(model, _MARK)
+        if self._scratch is not None:
+            self._scratch.close()
 
     def __deepcopy__(self, memo: Any) -> "Stream":
         return self  # hooks of a copy of the model go on calling it
@@ -200,6 +223,7 @@ class Stream:
             del ahead
             self._drop_held()
             got = self._wanted(there, piece)
+            self._held.append(got)  # backward may begin with it
             if block is not None and self._is_in_forward:
                 order = self._order[False]
                 order.note(block)
@@ -207,18 +231,25 @@ class Stream:
                     wanted = None if following in self._ahead else self._piece(following)
                     if wanted is not None:
                         self._ahead[following] = self._ahead_of_use(wanted)
-            self._held.append(got)  # backward may begin with it
-            return got
+            return self._awaited(got)
+
+    def _awaited(self, got: Fetched) -> Fetched:
+        """Let the current stream wait for a piece, after others have begun to come."""
+        try:
+            got.wait()
+        except BaseException:
+            self._drop_held()  # or it would seem to be there
+            raise
+        return got
 
     def _wanted(self, there: Fetched | None, piece: Piece) -> Fetched:
-        """Return a piece behind which the current stream waits; it may be there."""
+        """Return a piece that is there, or on its way."""
         got = there or self._begun(piece)
         got.begin()
         got.piece = piece  # or one like it
         if got in self._begun_ahead:
             self._begun_ahead.discard(got)
             self._counts["ahead"] += 1
-        got.wait()
         return got
 
     def _ahead_of_use(self, piece: Piece) -> Fetched:
@@ -240,7 +271,7 @@ class Stream:
         return got
 
     def _reserved(self, piece: Piece) -> Fetched:
-        got = Fetched(piece, self._streams)
+        got = Fetched(piece, self._streams, self._staging)
         self._counts["fetched"] += 1
         self._counts["bytes_in"] += piece.nbytes
         return got
@@ -267,7 +298,7 @@ class Stream:
             got = self._wanted(there[0], piece)
             both = zip(wanted[1:], there[1:], strict=True)
             held += [got, *(known or self._ahead_of_use(each) for each, known in both)]
-            return got
+            return self._awaited(got)
 
     def _follow_backward(self) -> None:
         number = current_backward()
@@ -346,15 +377,17 @@ def stream(
     to: torch.device | str | None = None,
     blocks: Iterable[Block] | None = None,
     prefetch: int = 1,
+    nvme_path: str | bytes | os.PathLike[str] | None = None,
 ) -> Stream:
-    """Let the weights of a model's blocks rest in host memory, and come as they are wanted.
+    """Let the weights of a model's blocks rest in host memory or a file, and come as wanted.
 
     Parameters stay the objects that they are. Those of a block lie in one piece of pinned host
-    memory, where optimizers, `state_dict`, `load_state_dict` and all that is outside of a forward
-    find them; while a block computes, its modules have copies on the device in their place, for
-    which `1 + prefetch` blocks of memory are enough. Autograd saves none of these copies: backward
-    fetches them again. Gradients leave the device as backward makes them, and parameters get them
-    in host memory when it ends, or at once where somebody has a hook on them.
+    memory, or of a file that is mapped to memory, where optimizers, `state_dict`,
+    `load_state_dict` and all that is outside of a forward find them; while a block computes, its
+    modules have copies on the device in their place, for which `1 + prefetch` blocks of memory are
+    enough. Autograd saves none of these copies: backward fetches them again. Gradients leave the
+    device as backward makes them, and parameters get them in host memory when it ends, or at once
+    where somebody has a hook on them.
 
     What is in no block, such as embeddings, what other modules have, too, such as a tied head, and
     what is small beside its block's largest parameter (less than a 64th, as norms and adapters
@@ -364,28 +397,36 @@ def stream(
     `DeepSpeedCPUAdam`, steps what rests. What is not seen: a weight that forward itself writes by
     `.data`; writes that count versions are taken home.
 
+    With "nvme" the host needs memory for `1 + prefetch` blocks; the kernel's page cache has of the
+    file what fits beside all else. The file has no name, and goes with the process, however that
+    ends, or with the last tensor in it: `close` leaves parameters there, and so does
+    `OffloadOptimizer`. What has got other memory, as by `param.data = ...`, comes from there. A
+    forked child has weights of its own from its first write on; before, it may see the parent's.
+
     Args:
         model: of one process, on any device. Its blocks are called as modules; what takes their
             weights outside of a call finds them in host memory.
-        device: where weights rest: "cpu".
+        device: where weights rest: "cpu", or "nvme" for a disk.
         to: where the model computes; None: the current GPU if there is one, else the CPU.
         blocks: names of modules, in which * stands for anything, or classes, beside each other.
             None: modules of one class listed in a ModuleList, Sequential or ModuleDict.
         prefetch: how many blocks are brought ahead of the one that computes, 0 or more.
+        nvme_path: for "nvme", a folder on the disk to use; nothing is to be seen there.
 
     Returns:
         What tells of it and ends it: `stats()`, `close()`.
 
     Raises:
         ValueError: an argument or a parameter is not as it must be; the text names it.
-        TypeError: model is none.
+        TypeError: model is none, or nvme_path no path.
+        OSError: nvme_path is no folder to write in, or has too little room, and no parameter was
+            moved. Of calls of the model: the file cannot be read.
 
     See: Rajbhandari et al., "ZeRO-Infinity", 2021, section 5.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"{OP}: model is a {type(model).__name__}, expected a torch.nn.Module")
-    if device != "cpu":
-        raise ValueError(f"{OP}: device is {device!r}, expected 'cpu'")
+    folder = _folder(device, nvme_path)
     if isinstance(prefetch, bool) or not isinstance(prefetch, int) or prefetch < 0:
         raise ValueError(f"{OP}: prefetch is {prefetch!r}, expected a number, 0 or more")
     if getattr(model, _MARK, None) is not None:
@@ -396,7 +437,21 @@ def stream(
             f"{OP}: model has no list of modules of one class, expected blocks; name them by"
             " blocks="
         )
-    return Stream(model, found, _device(to), prefetch)
+    return Stream(model, found, _device(to), prefetch, folder)
+
+
+def _folder(device: str, path: str | bytes | os.PathLike[str] | None) -> str | None:
+    if device not in ("cpu", "nvme"):
+        raise ValueError(f"{OP}: device is {device!r}, expected 'cpu' or 'nvme'")
+    if device == "cpu" and path is not None:
+        raise ValueError(f"{OP}: nvme_path is given, expected device='nvme' with it")
+    if device == "cpu":
+        return None
+    if path is not None and not isinstance(path, str | bytes | os.PathLike):
+        raise TypeError(f"{OP}: nvme_path is {type(path).__name__}, expected a folder's path")
+    if path is None or not os.fspath(path):
+        raise ValueError(f"{OP}: nvme_path is {path!r}, expected a folder with device='nvme'")
+    return os.path.abspath(os.fsdecode(path))
 
 
 def _device(to: torch.device | str | None) -> torch.device:

@@ -1,6 +1,7 @@
-"""What the tests of streamed weights share: late copies, a model with many kinds of weights."""
+"""What the tests of streamed weights share: late copies and reads, a model of many weights."""
 
 import copy
+from functools import partial
 from typing import ClassVar
 
 import pytest
@@ -9,7 +10,7 @@ from optim_cases import needs_cuda
 from torch import nn
 from torch.nn import functional
 
-from deepspeed_ext.zero.streaming import fetched, stream, streamed_model
+from deepspeed_ext.zero.streaming import fetched, scratch, stream, streamed_model
 
 WIDTH = 16
 WORDS = 40
@@ -18,6 +19,16 @@ WORDS = 40
 @pytest.fixture(name="device", params=["cpu", pytest.param("cuda", marks=needs_cuda)])
 def each_device(request):
     return request.param
+
+
+@pytest.fixture(name="rest", params=["cpu", "nvme"])
+def each_rest(request, tmp_path):
+    """Return where weights rest, as arguments of zero.stream."""
+    return {} if request.param == "cpu" else on_disk(tmp_path)
+
+
+def on_disk(folder):
+    return {"device": "nvme", "nvme_path": folder}
 
 
 class LateStreams(streamed_model.CopyStreams):
@@ -29,13 +40,39 @@ class LateStreams(streamed_model.CopyStreams):
 
     def send(self, copies, after):
         for target, _ in copies:
-            target.fill_(float("nan"))
+            spoil(target)
         return LateEvent(copies, keeps=True)
 
     def fetch(self, copies, after=None):
         for target, _ in copies:
-            target.fill_(float("nan"))
+            spoil(target)
         return LateEvent(copies, keeps=False)
+
+
+def spoil(target):
+    """Fill a tensor, which may be bytes of another one, with NaN."""
+    target.fill_(float("nan") if target.is_floating_point() else 255)
+
+
+class LateRead:
+    """Of a scratch file: it is read when somebody waits for it, and there is NaN until then.
+
+    What is read is compared with what was there when it began: nobody may have written it.
+    """
+
+    def __init__(self, read, memory, offset):
+        self._read, self._memory, self._offset = read, memory, offset
+        self._before = memory.clone()
+        read(self._before, offset).result()
+        spoil(memory)
+
+    def result(self):
+        self._read(self._memory, self._offset).result()
+        if not torch.equal(self._memory, self._before):
+            LateEvent.found.append("written while it was read from the file")
+
+    def exception(self):
+        pass
 
 
 class LateEvent:
@@ -61,6 +98,10 @@ class LateEvent:
     def query(self):
         return False
 
+    def __del__(self):
+        if self._taken and self._keeps:
+            LateEvent.found.append("let go of before it was over")
+
 
 class LateStream:
     def wait_event(self, event):
@@ -78,6 +119,10 @@ def late(request, monkeypatch):
     if request.node.get_closest_marker("prompt"):
         return
     LateEvent.found.clear()
+    read = scratch.ScratchMemory.read
+    monkeypatch.setattr(
+        scratch.ScratchMemory, "read", lambda self, *where: LateRead(partial(read, self), *where)
+    )
     of_cuda = fetched._current_stream
     monkeypatch.setattr(streamed_model, "CopyStreams", _late_streams)
     monkeypatch.setattr(
@@ -153,12 +198,12 @@ def some_ids(device, seed):
     return torch.randint(WORDS, (2, 5), generator=made).to(device)
 
 
-def pair(device, change=lambda model: None, **kinds):
+def pair(device, change=lambda model: None, rest=None, **kinds):
     """Return a model that is streamed, its like in memory of the device, and the stream."""
     kept = Model(**kinds)
     change(kept)
     streamed = copy.deepcopy(kept)
-    return streamed, kept.to(device), stream(streamed, to=device)
+    return streamed, kept.to(device), stream(streamed, to=device, **rest or {})
 
 
 def assert_equal_models(streamed, kept, gradients=False):

@@ -15,6 +15,7 @@ from stream_cases import (
     Model,
     assert_equal_models,
     loss_of,
+    on_disk,
     pair,
     some_ids,
 )
@@ -65,10 +66,10 @@ def test_no_more_blocks_are_on_the_device(device, alive, prefetch, grad):
     assert handle.stats()["ahead"] == (2 * 5 * ends if prefetch else 0)
 
 
-def test_a_graph_holds_no_weights(device, alive):
+def test_a_graph_holds_no_weights(device, rest, alive):
     pieces, _ = alive
     model = Model(layers=6)
-    zero.stream(model, to=device)
+    zero.stream(model, to=device, **rest)
     losses = [loss_of(model, some_ids(device, seed)) for seed in range(3)]
     assert len(pieces) == 1
     del losses
@@ -103,9 +104,9 @@ def test_an_error_leaves_it_as_it_was(device, error, where):
     assert all("weight" not in m.__dict__ for m in streamed.modules())
 
 
-def test_nothing_is_used_again_that_was_written_past_version_counters(device):
+def test_nothing_is_used_again_that_was_written_past_version_counters(device, rest):
     """As quantizers of weights do, block by block, and averages of weights between forwards."""
-    streamed, kept, _ = pair(device)
+    streamed, kept, _ = pair(device, rest=rest)
     for model in (streamed, kept):
         x = torch.linspace(-1, 1, 32, device=device).reshape(2, 16)
         for block in model.layers:
@@ -120,7 +121,7 @@ def test_nothing_is_used_again_that_was_written_past_version_counters(device):
     assert all(map(torch.equal, streamed.found, kept.found))
 
 
-def test_weights_that_forward_writes_are_taken_home(device):
+def test_weights_that_forward_writes_are_taken_home(device, rest):
     class Normed(Block):
         def forward(self, x):
             with torch.no_grad():
@@ -131,15 +132,15 @@ def test_weights_that_forward_writes_are_taken_home(device):
         model.layers = nn.ModuleList(Normed() for _ in range(3))
         model.calls = [0, 1, 2]
 
-    streamed, kept, _ = pair(device, change)
+    streamed, kept, _ = pair(device, change, rest)
     for model in (streamed, kept):
         for _ in range(2):
             logits(model, device)
     assert_equal_models(streamed, kept)
 
 
-def test_state_dicts_within_forward_and_outside(device):
-    streamed, kept, _ = pair(device)
+def test_state_dicts_within_forward_and_outside(device, rest):
+    streamed, kept, _ = pair(device, rest=rest)
     seen = []
 
     def look(*_):
@@ -168,8 +169,8 @@ def test_loading(device, assign):
     assert torch.equal(logits(streamed, device), logits(kept, device))
 
 
-def test_another_dtype_and_a_new_block_later(device):
-    streamed, kept, _ = pair(device)
+def test_another_dtype_and_a_new_block_later(device, rest):
+    streamed, kept, _ = pair(device, rest=rest)
     logits(streamed, device)
     new = Block()
     for model in (streamed, kept):
@@ -191,33 +192,33 @@ def test_eval_between_forward_and_backward_and_between_micro_steps(device):
     assert_equal_models(streamed, kept, gradients=True)
 
 
-def test_pickles_are_ordinary_models(device):
-    streamed, kept, _ = pair(device)
+def test_pickles_are_ordinary_models(device, rest):
+    streamed, kept, _ = pair(device, rest=rest)
     logits(streamed, device)
     file = io.BytesIO()
     torch.save(streamed, file)
     file.seek(0)
     loaded = torch.load(file, weights_only=False, map_location="cpu")
     assert torch.equal(logits(loaded, "cpu"), logits(kept.cpu(), "cpu"))
-    assert zero.stream(loaded, to=device).stats()["fetched"] == 0
+    assert zero.stream(loaded, to=device, **rest).stats()["fetched"] == 0
 
 
-def test_close(device):
-    streamed, kept, handle = pair(device)
+def test_close(device, rest):
+    streamed, kept, handle = pair(device, rest=rest)
     loss_of(streamed, some_ids(device, 0)).backward()
     handle.close()
     handle.close()
     streamed.zero_grad()
     assert not streamed.layers[0]._forward_hooks and not streamed._forward_pre_hooks
     assert torch.equal(logits(streamed.to(device), device), logits(kept, device))
-    again = zero.stream(streamed, to=device)
+    again = zero.stream(streamed, to=device, **rest)
     assert torch.equal(logits(streamed, device), logits(kept, device))
     assert again.stats()["fetched"] > 0
 
 
-def test_models_go_when_nobody_has_them():
+def test_models_go_when_nobody_has_them(rest):
     model = Model()
-    handle = zero.stream(model, to="cpu")
+    handle = zero.stream(model, to="cpu", **rest)
     loss_of(model, some_ids("cpu", 0)).backward()
     gone = weakref.ref(model)
     del model
@@ -226,8 +227,8 @@ def test_models_go_when_nobody_has_them():
     handle.close()
 
 
-def test_threads_with_models_of_their_own(device):
-    pairs = [pair(device) for _ in range(3)]
+def test_threads_with_models_of_their_own(device, tmp_path):
+    pairs = [pair(device, rest=on_disk(tmp_path) if i else None) for i in range(3)]
     errors = []
 
     def work(streamed, kept):
@@ -275,7 +276,9 @@ def test_errors():
     stream = zero.stream
     with pytest.raises(TypeError, match=r"^zero.stream: model is a list, expected a torch.nn.Mod"):
         stream([])
-    with pytest.raises(ValueError, match=r"^zero.stream: device is 'gpu', expected 'cpu'"):
+    with pytest.raises(
+        ValueError, match=r"^zero.stream: device is 'gpu', expected 'cpu' or 'nvme'"
+    ):
         stream(model, "gpu")
     for prefetch in (-1, True, 1.0):
         with pytest.raises(ValueError, match=rf"^zero.stream: prefetch is {prefetch}, expected"):
@@ -323,8 +326,8 @@ def test_after_ctrl_c_hooks_of_others_stay_where_they_are(device):
     assert_equal_models(streamed, kept, gradients=True)
 
 
-def test_a_block_alone_after_ctrl_c_has_its_weights_of_now(device):
-    streamed, kept, _ = pair(device)
+def test_a_block_alone_after_ctrl_c_has_its_weights_of_now(device, rest):
+    streamed, kept, _ = pair(device, rest=rest)
 
     def stop(*_):
         raise KeyboardInterrupt
@@ -364,8 +367,8 @@ def test_one_model_in_two_threads_is_an_error(device):
     assert torch.isfinite(want).all()
 
 
-def test_moves_leave_what_rests(device):
-    streamed, kept, handle = pair(device)
+def test_moves_leave_what_rests(device, rest):
+    streamed, kept, handle = pair(device, rest=rest)
     resting = handle.stats()["resting_bytes"]
     loss_of(streamed, some_ids(device, 0)).backward()
     streamed.to(device)

@@ -9,6 +9,7 @@ from stream_cases import (
     Model,
     assert_equal_models,
     loss_of,
+    on_disk,
     pair,
     some_ids,
 )
@@ -40,25 +41,27 @@ def train(model, optimizer, device, micro_steps=1, each=lambda step: None, max_n
 @pytest.mark.long
 @pytest.mark.parametrize("state", FORMATS)
 @pytest.mark.parametrize("micro_steps", [1, 3])
-@pytest.mark.parametrize("kind", ["offload", "free_grads"])
-def test_with_offload_optimizer(device, state, micro_steps, kind):
+@pytest.mark.parametrize("kind", ["offload", "free_grads", "free_grads from disk"])
+def test_with_offload_optimizer(device, state, micro_steps, kind, tmp_path):
     dtype = torch.float32 if state in ("float32", "bf16 moments") else torch.bfloat16
-    streamed, kept, _ = pair(device, dtype=dtype, unused=True, shared=True)
+    rest = on_disk(tmp_path) if "disk" in kind else None
+    streamed, kept, handle = pair(device, rest=rest, dtype=dtype, unused=True, shared=True)
     for model in (streamed, kept):
         with offload.OffloadOptimizer(
             model.parameters(),
             model=model,
             lr=1e-2,
-            free_grads=kind == "free_grads",
+            free_grads="free_grads" in kind,
             **FORMATS[state],
         ) as optimizer:
             train(model, optimizer, device, micro_steps)
             optimizer.synchronize()
     assert_equal_models(streamed, kept)
+    check_disk(handle, rest)
 
 
-def test_it_is_stepped_where_it_rests_and_ahead(device):
-    streamed, kept, _ = pair(device, shared=True)
+def test_it_is_stepped_where_it_rests_and_ahead(device, rest):
+    streamed, kept, handle = pair(device, rest=rest, shared=True)
     found = []
     for model in (streamed, kept):
         with offload.OffloadOptimizer(
@@ -71,6 +74,9 @@ def test_it_is_stepped_where_it_rests_and_ahead(device):
                     for param in model.parameters():
                         param.data.mul_(0.9)
                 optimizer.step()
+                if rest and model is streamed:
+                    optimizer.synchronize()
+                    check_disk(handle, rest)
             optimizer.synchronize()
             found.append(optimizer.stats())
             if model is streamed:
@@ -82,6 +88,7 @@ def test_it_is_stepped_where_it_rests_and_ahead(device):
     ours, theirs = found
     assert ours["committed"] > 0 and theirs["committed"] > 0
     assert ours["bytes_back"] < theirs["bytes_back"]
+    check_disk(handle, rest)
 
 
 @pytest.mark.parametrize("max_norm", [None, 0.5])
@@ -115,8 +122,8 @@ def test_writes_past_version_counters_where_all_weights_rest(form, max_norm, dev
 
 
 @pytest.mark.parametrize("where", ["data", "dtype", "load"])
-def test_weights_that_get_other_memory_are_stepped_there(device, where):
-    streamed, kept, _ = pair(device)
+def test_weights_that_get_other_memory_are_stepped_there(device, rest, where):
+    streamed, kept, handle = pair(device, rest=rest)
     for model in (streamed, kept):
         with offload.OffloadOptimizer(
             model.parameters(), model=model, lr=1e-2, free_grads=True
@@ -134,11 +141,18 @@ def test_weights_that_get_other_memory_are_stepped_there(device, where):
                     model.to(torch.bfloat16)
             optimizer.synchronize()
     assert_equal_models(streamed, kept)
+    check_disk(handle, rest)
+
+
+def check_disk(handle, rest):
+    """Weights that rest in a file are there again, whoever has stepped them."""
+    stats = handle.stats()
+    assert stats["disk_bytes"] == (stats["resting_bytes"] if rest else 0)
 
 
 @pytest.mark.parametrize("micro_steps", [1, 3])
 def test_with_state_on_disk(device, micro_steps, tmp_path):
-    streamed, kept, _ = pair(device)
+    streamed, kept, _ = pair(device, rest=on_disk(tmp_path) if micro_steps > 1 else None)
     for model in (streamed, kept):
         with offload.OffloadOptimizer(
             model.parameters(),
