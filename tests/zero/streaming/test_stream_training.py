@@ -107,8 +107,8 @@ def test_writes_past_version_counters_where_all_weights_rest(form, max_norm, dev
             for step in range(9):
                 x = torch.linspace(-1, 1, 64, device=device).bfloat16().view(4, 16) + step
                 model(x).square().sum().backward()
+                await_speculation(optimizer)
                 if step % 3 == 2:
-                    await_speculation(optimizer)
                     with torch.no_grad():
                         model[1].weight.data.mul_(0.9)
                         if step == 5:  # this counts
