@@ -222,6 +222,7 @@ def plain_owners() -> Iterator[tuple[Any, str]]:
         ("torch.nn.modules.module", "_global_forward_hooks _global_forward_pre_hooks"),
         ("torch._C", "_AutoDispatchBelowAutograd _after_autograd_keyset _any_requires_grad"),
         ("torch._C", "_are_functorch_transforms_active _current_graph_task_id parse_schema"),
+        ("torch._C", "_set_grad_enabled"),
         ("torch._C", "_is_fwd_grad_enabled _is_torch_function_enabled DispatchKeySet"),
         ("torch._C", "DisableTorchFunctionSubclass _cuda_hasPrimaryContext _autograd"),
         ("torch._C", "_will_engine_execute_node"),

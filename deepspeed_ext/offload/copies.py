@@ -11,6 +11,7 @@ from torch import Tensor
 from deepspeed_ext.dtensors import is_dtensor, local
 from deepspeed_ext.io import PinnedPool
 from deepspeed_ext.ops.optimizers.fingerprint import fingerprints
+from deepspeed_ext.torch_internals.dispatch import set_grad_mode
 
 Event = torch.cuda.Event
 Events = dict[torch.device, Event | None]  # by the device that has it
@@ -189,9 +190,14 @@ class CopyStreams:
     ) -> Event | None:
         recorder = self.recorder
         recorded = nullcontext() if recorder is None else recorder.span(name, self.device)
-        with torch.no_grad(), self._inside(stream), recorded:
-            for target, source in copies:
-                target.copy_(source, non_blocking=stream is not None)
+        had_grad = torch.is_grad_enabled()
+        try:  # not torch.no_grad(): Ctrl-C in its own lines would leave forward without gradients
+            set_grad_mode(False)
+            with self._inside(stream), recorded:
+                for target, source in copies:
+                    target.copy_(source, non_blocking=stream is not None)
+        finally:
+            set_grad_mode(had_grad)
         return self._event(stream)
 
     def _inside(self, stream: "torch.cuda.Stream | None") -> AbstractContextManager[object]:

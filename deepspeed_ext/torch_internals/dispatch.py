@@ -33,6 +33,8 @@ is_tensorlist_like_type = _library_utils.is_tensorlist_like_type
 callee_of: Callable[[OpOverload], Callable[..., Any]] = attrgetter("_op")
 # A context in which ops go past autograd; torch.no_grad only lets it record nothing.
 below_autograd = torch._C._AutoDispatchBelowAutograd
+# What torch.set_grad_enabled calls: in C alone, so Ctrl-C comes before it or after it.
+set_grad_mode = torch._C._set_grad_enabled
 # The keys of the dispatcher after autograd's, to redispatch to.
 AFTER_AUTOGRAD = torch._C._after_autograd_keyset
 # Whether a tensor among arguments, or in lists among them, requires a gradient: in C++, where a

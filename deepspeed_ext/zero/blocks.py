@@ -17,9 +17,10 @@ def blocks_of(
 
     Args:
         model: whose modules they are.
-        blocks: names of modules, in which * stands for anything, or their classes; None: the
-            modules of one class that are listed one after another in a ModuleList, Sequential or
-            ModuleDict, such as the layers of a transformer, and those that have the mark of
+        blocks: names of modules, in which * stands for anything, or their classes; of modules in
+            each other that one name fits, the outer ones. None: the modules of one class that are
+            listed one after another in a ModuleList, Sequential or ModuleDict, such as the layers
+            of a transformer, and those that have the mark of
             `compat.utils.set_z3_leaf_modules`.
         op: that errors begin with.
 
@@ -31,8 +32,9 @@ def blocks_of(
     if blocks is None:
         repeated = _repeated(model, "")
         return {name: module for name, module in modules.items() if name in repeated}
-    if isinstance(blocks, str):
-        raise TypeError(f"{op}: blocks is the string {blocks!r}, expected several in a list")
+    if isinstance(blocks, str | type):
+        what = "the string " if isinstance(blocks, str) else ""
+        raise TypeError(f"{op}: blocks is {what}{blocks!r}, expected several in a list")
     found: set[str] = set()
     for block in blocks:
         found |= _named(block, modules, op)
@@ -41,7 +43,7 @@ def blocks_of(
 
 def _named(block: Block, modules: dict[str, nn.Module], op: str) -> set[str]:
     if isinstance(block, str):
-        names = set(fnmatch.filter(modules, block))
+        names = _outermost(fnmatch.filter(modules, block), modules)
     elif isinstance(block, type) and issubclass(block, nn.Module):
         names = {name for name, module in modules.items() if isinstance(module, block)}
     else:
@@ -58,6 +60,12 @@ def _named(block: Block, modules: dict[str, nn.Module], op: str) -> set[str]:
                 f" members, such as '{name}.*'"
             )
     return names
+
+
+def _outermost(names: list[str], modules: dict[str, nn.Module]) -> set[str]:
+    """Return those that are in none of the others: * stands for dots, too."""
+    called = tuple(f"{name}." for name in names if _is_called(modules[name]))
+    return {name for name in names if not name.startswith(called)}
 
 
 def _repeated(module: nn.Module, prefix: str) -> set[str]:

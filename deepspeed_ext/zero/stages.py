@@ -107,9 +107,10 @@ def shard(
         reduce_dtype: gradients are added up in this dtype; None: as they are.
         output_dtype: floating-point outputs of the model are cast to it; None: they are not.
         blocks: what is gathered and reduced as one: names of modules, in which * stands for
-            anything, or classes. None: modules of one class listed in a ModuleList, Sequential or
-            ModuleDict; if there are none, or with reduce_unused, the model is one group. All
-            processes call the same blocks in the same order, or they would gather different ones.
+            anything (of modules in each other the outer ones), or classes. None: modules of one
+            class listed in a ModuleList, Sequential or ModuleDict; if there are none, or with
+            reduce_unused, the model is one group. All processes call the same blocks in the same
+            order, or they would gather different ones.
         reduce_unused: parameters that got a gradient in some processes only count as 0 in the
             others; one that got none anywhere has a gradient of 0 then, not None. No blocks are
             found then, as nothing tells layers from experts: name those that all processes call.

@@ -1,7 +1,6 @@
 """State on disk where something comes in between: forks, Ctrl-C, the end of Python, collections."""
 
 import copy
-import dis
 import gc
 import itertools
 import os
@@ -15,16 +14,15 @@ import pytest
 import torch
 import warm_python
 from disks import PIECES, disk as disk, few, on_disk
+from interrupting import Interrupt, needs_its_points
 from offload_cases import Gate
 from optim_cases import BF16, assert_same_bits
 from test_offload_faults import FORK, in_child, is_in
 from torch.utils.data import DataLoader
 
-import deepspeed_ext
 from deepspeed_ext.offload.worker import Worker
 
 HELPERS = [Path(__file__).parent, Path(__file__).parents[1] / "optim"]
-SOURCES = str(Path(deepspeed_ext.__file__).parent)
 
 
 def warm(path, **options):
@@ -115,71 +113,6 @@ def test_a_fork_in_the_middle_of_a_step(tmp_path):
 # Ctrl-C
 
 
-class Interrupt:
-    """KeyboardInterrupt at one of the points where a signal is looked for, of those in our code.
-
-    That is in a call, at the beginning of a function, and where a loop goes on.
-
-    Args:
-        at: which of these points in the order in which the main thread comes to them.
-    """
-
-    def __init__(self, at):
-        self.at, self.count, self.where = at, 0, ""
-        self._points = {}
-
-    def during(self, work):
-        """Work, unless it comes in between."""
-        sys.settrace(self._enter)
-        try:
-            work()
-        except KeyboardInterrupt:
-            pass
-        finally:
-            sys.settrace(None)
-
-    def _enter(self, frame, event, arg):
-        if not frame.f_code.co_filename.startswith(SOURCES):
-            return None
-        frame.f_trace_opcodes, frame.f_trace_lines = True, False
-        return self._step
-
-    def _step(self, frame, event, arg):
-        code = frame.f_code
-        if code not in self._points:
-            self._points[code] = set(_points(code))
-        if event == "opcode" and frame.f_lasti in self._points[code]:
-            self.count += 1
-            if self.count == self.at:
-                self.where = f"{code.co_qualname if hasattr(code, 'co_qualname') else code.co_name}"
-                self.where += f" in line {frame.f_lineno} of {code.co_filename}"
-                sys.settrace(None)
-                raise KeyboardInterrupt
-        return self._step
-
-
-def _points(code):
-    """Yield where to raise as a signal's handler would: the handlers of errors are the same there.
-
-    Python looks for signals within a call. What comes next may be behind the end of a `with`, of
-    which the call is the last in it: there nobody would let go of a lock.
-    """
-    bytecode = dis.Bytecode(code)
-
-    def handler(offset):
-        ranges = (e for e in bytecode.exception_entries if e.start <= offset < e.end)
-        return next((entry.target for entry in ranges), None)
-
-    before = None
-    for instruction in bytecode:
-        if instruction.opname == "JUMP_BACKWARD":
-            yield instruction.offset
-        elif before is not None and before.opname in ("RESUME", "CALL", "CALL_FUNCTION_EX"):
-            is_same = handler(before.offset) == handler(instruction.offset)
-            yield from [instruction.offset] if is_same else []
-        before = instruction
-
-
 def test_a_step_of_which_only_a_part_is_queued_is_no_step(tmp_path, monkeypatch):
     """Ctrl-C between two buckets: the optimizer refuses, rather than go on with half of a step."""
     params = [*few(), *few(dtype=BF16)]  # a bucket is of one dtype
@@ -267,14 +200,14 @@ def interrupt(path, times, **options):
     return outcomes
 
 
-@pytest.mark.skipif(sys.version_info[:2] != (3, 11), reason="its points are those of Python 3.11")
+@needs_its_points
 def test_ctrl_c_at_any_point(tmp_path):
     """It goes on with right numbers, or says that it cannot."""
     assert set(interrupt(tmp_path, 60)) == {False, True}
 
 
 @pytest.mark.long
-@pytest.mark.skipif(sys.version_info[:2] != (3, 11), reason="its points are those of Python 3.11")
+@needs_its_points
 @pytest.mark.parametrize("name", ["model", "master", "half"])
 def test_ctrl_c_at_many_points(name, tmp_path):
     options = {

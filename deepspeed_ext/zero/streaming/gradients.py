@@ -2,6 +2,7 @@
 
 import weakref
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -61,7 +62,8 @@ class Gradients:
     def __init__(self, streams: CopyStreams, memory: Memory, keeps_memory: bool) -> None:
         self.memory, self.keeps_memory = memory, keeps_memory
         self._streams = streams
-        self._coming: dict[int, list[_Coming]] = {}  # by the number of the backward
+        # By the number of the backward, which has them: they go with one that fails.
+        self._backwards = weakref.WeakValueDictionary[int, _Backward]()
         self._uses = WeakIdKeyDictionary()  # the pending ones of each parameter
         self._takers = WeakIdKeyDictionary()  # of gradients that are still on the device
         self.bytes_out = 0
@@ -125,22 +127,19 @@ class Gradients:
             self._bring_later(later)
         return found
 
-    def forget(self) -> None:
-        """Drop what comes of backwards that have failed; none is under way."""
-        self._coming.clear()
-
     def _bring_later(self, later: list[tuple[Tensor, Tensor]]) -> None:
         later = [(param, grad) for param, grad in later if not self._is_taken(param, grad)]
         if not later:
             return
         number = current_backward()
-        if number not in self._coming:
-            self._coming[number] = []
-            queue_callback(lambda: self._end(number))
+        backward = self._backwards.get(number)
+        if backward is None:
+            backward = self._backwards[number] = _Backward()
+            queue_callback(partial(self._end, backward))
         params, grads = map(list, zip(*later, strict=True))
         coming = self._send(grads)
         coming.params = params
-        self._coming[number].append(coming)
+        backward.coming.append(coming)
 
     def _is_taken(self, param: Tensor, grad: Tensor) -> bool:
         """Have a gradient taken, if it is all that this backward brings of the parameter.
@@ -154,8 +153,8 @@ class Gradients:
         return True
 
     def _is_whole(self, param: Tensor) -> bool:
-        coming = self._coming.get(current_backward(), ())
-        if any(param is other for some in coming for other in some.params):
+        backward = self._backwards.get(current_backward())
+        if backward is not None and backward.brings(param):
             return False
         others = sum(not use.is_over for use in self._uses.get(param, ()))
         return others <= int(keeps_graph())
@@ -167,10 +166,10 @@ class Gradients:
         return _Coming(host, event)
 
     @torch.no_grad()
-    def _end(self, number: int) -> None:
+    def _end(self, backward: "_Backward") -> None:
         """Give parameters what a backward has brought, each its sum, as autograd does."""
         sums: dict[int, tuple[Tensor, Tensor]] = {}
-        for coming in self._coming.pop(number, ()):
+        for coming in backward.coming:
             coming.wait()
             for param, grad in zip(coming.params, coming.host, strict=True):
                 known = sums.get(id(param))
@@ -203,6 +202,17 @@ class _Coming:
         """Wait until they are there."""
         if self._event is not None:
             self._event.synchronize()
+
+
+class _Backward:
+    """What a backward that is under way has sent."""
+
+    def __init__(self) -> None:
+        self.coming: list[_Coming] = []
+
+    def brings(self, param: Tensor) -> bool:
+        """Tell whether a gradient of a parameter is among it."""
+        return any(param is other for some in self.coming for other in some.params)
 
 
 def _is_for_nobody_else(node: Any) -> bool:

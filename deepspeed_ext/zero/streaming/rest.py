@@ -66,6 +66,11 @@ def _check(model: nn.Module, blocks: dict[str, nn.Module]) -> None:
                 f"{OP}: parameter {name!r} is on meta, expected it to have memory; load the model"
                 " first"
             )
+        if param.is_inference():
+            raise ValueError(
+                f"{OP}: parameter {name!r} was made in torch.inference_mode(), expected one that"
+                " can be written; make the model outside of it"
+            )
     for outer, block in blocks.items():
         for name, module in block.named_modules():
             if module is not block and any(module is other for other in blocks.values()):

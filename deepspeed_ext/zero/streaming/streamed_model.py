@@ -160,7 +160,6 @@ class Stream:
         with self._lock:
             self._let_go()
             self._backwards.clear()
-            self._gradients.forget()
             self._order[False].begin()
             self._is_in_forward = True
 
@@ -194,7 +193,7 @@ class Stream:
             got = self._for_forward(piece)
         rows = {id(param): row for row, param in enumerate(piece.params)}
         slots = [Slot(at, name, rows[id(param)]) for param, at, name in found]
-        self._windows.open.append(Window(module, self, self._gradients, got, slots))
+        self._windows.begin(Window(module, self, self._gradients, got, slots))
 
     def _forget_broken_calls(self, module: nn.Module, is_block: bool) -> None:
         """Begin anew where Ctrl-C has left calls open, of which torch tells no hook."""
@@ -408,8 +407,9 @@ def stream(
             weights outside of a call finds them in host memory.
         device: where weights rest: "cpu", or "nvme" for a disk.
         to: where the model computes; None: the current GPU if there is one, else the CPU.
-        blocks: names of modules, in which * stands for anything, or classes, beside each other.
-            None: modules of one class listed in a ModuleList, Sequential or ModuleDict.
+        blocks: names of modules, in which * stands for anything (of modules in each other the
+            outer ones), or classes, beside each other. None: modules of one class listed in a
+            ModuleList, Sequential or ModuleDict.
         prefetch: how many blocks are brought ahead of the one that computes, 0 or more.
         nvme_path: for "nvme", a folder on the disk to use; nothing is to be seen there.
 

@@ -43,10 +43,13 @@ class Packing:
         self.packer = packer
         self._pack = packer.with_hooks_here()
         self._hooks = saved_tensors_hooks(self._pack, unpack)
+
+    def begin(self) -> None:
+        """Let autograd save so."""
         self._hooks.__enter__()
 
     def close(self) -> None:
-        """Let autograd save as before.
+        """Let autograd save as before; likewise again.
 
         After Ctrl-C hooks of others may be around that were there later; these stay then, and pack
         nothing any more.
@@ -82,25 +85,27 @@ class Window:
         self._flat: list[nn.RNNBase] = []
         self._weights = _weights(gradients, got)
         self._versions = [version_of(weight) for weight in self._weights]
-        try:
-            for at, name, row in slots:
-                at.__dict__[_THREAD] = get_ident()
-                at.__dict__[name] = self._weights[row]
-            for at in {id(slot.module): slot.module for slot in slots}.values():
-                if isinstance(at, nn.RNNBase):
-                    self._flat.append(at)
-                    _flatten(at)
-            if torch.is_grad_enabled():
-                self._packing = Packing(module, self.packer)
-        except BaseException:
-            self.close()
-            raise
+
+    def begin(self) -> None:
+        """Let the module have the weights."""
+        for at, name, row in self._slots:
+            at.__dict__[_THREAD] = get_ident()
+            at.__dict__[name] = self._weights[row]
+        for at in {id(slot.module): slot.module for slot in self._slots}.values():
+            if isinstance(at, nn.RNNBase):
+                self._flat.append(at)
+                _flatten(at)
+        if torch.is_grad_enabled():
+            self._packing = Packing(self.module, self.packer)
+            self._packing.begin()
 
     def close(self) -> None:
-        """Let the module have its parameters again, with what it has written to them."""
-        packing, self._packing = self._packing, None
-        if packing is not None:
-            packing.close()
+        """Let the module have its parameters again, with what it has written to them.
+
+        Ctrl-C may come in between: all of it can be done again.
+        """
+        if self._packing is not None:
+            self._packing.close()
         for at, name, row in self._slots:
             at.__dict__.pop(_THREAD, None)
             if at.__dict__.get(name) is self._weights[row]:
@@ -109,22 +114,22 @@ class Window:
             _flatten(at)
         self._got.finish()
         self._take_writes()
-        self._weights = []
 
     def _take_writes(self) -> None:
-        params = self._got.piece.params
-        both = zip(params, self._weights, self._versions, strict=False)
-        written = [
-            (param, weight) for param, weight, before in both if version_of(weight) != before
-        ]
-        with torch.no_grad():
-            for param, weight in written:
-                param.copy_(weight)
+        for i, (param, weight) in enumerate(
+            zip(self._got.piece.params, self._weights, strict=True)
+        ):
+            if version_of(weight) != self._versions[i]:
+                param.detach().copy_(weight.detach())
+                self._versions[i] = version_of(weight)
 
 
 def _weights(gradients: Gradients, got: Fetched) -> list[Tensor]:
     """Return the weights of a piece; those that are trained have a way back to the parameters."""
     params = got.piece.params
+    if torch.is_inference_mode_enabled():
+        with torch.inference_mode(False):  # or no version would tell of what forward writes
+            return [got.weight(i) for i in range(len(params))]
     trained = [i for i, param in enumerate(params) if param.requires_grad]
     if not torch.is_grad_enabled() or not trained:
         return [got.weight(i) for i in range(len(params))]
@@ -147,12 +152,21 @@ class Windows(threading.local):
         if self.open and torch.is_grad_enabled():
             packer = self.open[-1].packer
             if not packer.packs_here():
-                self.open.append(Packing(module, packer))
+                self.begin(Packing(module, packer))
+
+    def begin(self, window: Window | Packing) -> None:
+        """Begin one, which is among the open ones before, wherever Ctrl-C comes."""
+        self.open.append(window)
+        try:
+            window.begin()
+        except BaseException:
+            self.close(window.module)
+            raise
 
     def close(self, module: nn.Module) -> None:
         """Close the innermost one if it is of this module."""
         if self.open and self.open[-1].module is module:
-            self.open.pop().close()
+            self._close_innermost()
 
     def has(self, module: nn.Module) -> bool:
         """Tell whether one is of this module."""
@@ -161,7 +175,11 @@ class Windows(threading.local):
     def close_all(self) -> None:
         """Close all, as nothing is being called any more."""
         while self.open:
-            self.open.pop().close()
+            self._close_innermost()
+
+    def _close_innermost(self) -> None:
+        self.open[-1].close()
+        self.open.pop()  # behind that: what Ctrl-C leaves of it is closed by the next forward
 
 
 def check_thread(module: nn.Module) -> None:

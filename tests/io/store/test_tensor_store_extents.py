@@ -1,5 +1,12 @@
 """Extents: every page is taken or free, once; best fit; neighbours merge."""
 
+import itertools
+import sys
+from collections.abc import Callable
+from functools import partial
+from types import FrameType
+from typing import Any
+
 import pytest
 from hypothesis import given, settings, strategies as st
 
@@ -90,3 +97,42 @@ def test_refuses_what_is_not_so() -> None:
         extents.give_back(Extent(PAGE, PAGE))
     with pytest.raises(ValueError, match="expected at most 0"):
         extents.cut(PAGE)
+
+
+def test_ctrl_c_at_every_line() -> None:
+    """What is taken is what it was, or what it was to become; the rest is free."""
+    for name in ("take", "give_back", "grow", "cut"):
+        for number in itertools.count():
+            extents = Extents([Extent(PAGE, PAGE), Extent(3 * PAGE, PAGE), Extent(6 * PAGE, PAGE)])
+            extents.grow(PAGE)
+            argument = Extent(3 * PAGE, PAGE) if name == "give_back" else PAGE
+            was_stopped = stopped_at(number, partial(getattr(extents, name), argument))
+            extents.take(2 * PAGE)  # before the end, and the gaps ahead of it stay as they are
+            taken = sorted(extents._taken.values())
+            assert free_of(extents) == gaps_of(taken, extents.end), (name, number)
+            assert extents.used == sum(extent.nbytes for extent in taken)
+            if not was_stopped:
+                break
+
+
+def stopped_at(number: int, function: Callable[[], object]) -> bool:
+    """Call a function, with Ctrl-C at one line of extents; tell whether it got there."""
+    left = number
+
+    def trace(frame: FrameType, event: str, _: object) -> Any:
+        nonlocal left
+        if frame.f_code.co_filename == Extents.take.__code__.co_filename and event == "line":
+            left -= 1
+            if left < 0:
+                raise KeyboardInterrupt
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        function()
+    except KeyboardInterrupt:
+        return True
+    finally:
+        sys.settrace(before)
+    return False
