@@ -130,35 +130,44 @@ inline void multiply(const Codes& shared_codes, const uint8_t* source, int64_t p
   const Codes codes = shared_codes;
   for (int64_t u = 0; u < units; ++u) {
     const uint8_t* const here = source + u * kUnitBytes;
+#pragma GCC unroll 8
     for (int c = 0; c < kColumns_; ++c) prefetch_early(here + c * pitch, ahead);
     for (int p = 0; p < kParts; ++p) {
       Ints words[kColumns_];
       Vec sums[kColumns_][kRows];
+#pragma GCC unroll 8
       for (int c = 0; c < kColumns_; ++c) {
-        words[c] = Codes::prepared(load_words(here + c * pitch + p * 4 * Vec::size));
+        words[c] = Codes::prepared(Ints::load_words(here + c * pitch + p * 4 * Vec::size));
+#pragma GCC unroll 8
         for (int r = 0; r < kRows; ++r) sums[c][r] = Vec(0.0f);
       }
       for (int step = 0; step < kInWord; ++step) {
         Vec numbers[kColumns_];
+#pragma GCC unroll 8
         for (int c = 0; c < kColumns_; ++c) {
           numbers[c] = codes(words[c]);
           words[c] = shift_right<DSX_BITS>(words[c]);
         }
+#pragma GCC unroll 8
         for (int r = 0; r < kRows; ++r) {
           const Vec factor = Vec::load(x.at(u, step, r) + p * Vec::size, Vec::size);
+#pragma GCC unroll 8
           for (int c = 0; c < kColumns_; ++c) {
             sums[c][r] = multiply_add(numbers[c], factor, sums[c][r]);
           }
         }
       }
+#pragma GCC unroll 8
       for (int c = 0; c < kColumns_; ++c) {
         const Vec scale = scales.at(u, column + c, p);
+#pragma GCC unroll 8
         for (int r = 0; r < kRows; ++r) {
           float* const lanes = target[r][column + c] + p * Vec::size;
           multiply_add(sums[c][r], scale, Vec::load(lanes, Vec::size)).store(lanes, Vec::size);
         }
         if (offsets.values == nullptr) continue;
         const Vec offset = offsets.at(u, column + c, p);
+#pragma GCC unroll 8
         for (int r = 0; r < kRows; ++r) {
           float* const lanes = target[r][column + c] + p * Vec::size;
           const Vec of_x = Vec::load(x.sums_at(u, r) + p * Vec::size, Vec::size);

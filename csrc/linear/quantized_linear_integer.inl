@@ -110,8 +110,7 @@ class CodesOfX {
       for (int p = 0; p < kParts; ++p) {
         Ints sum(0u);
         for (int h = 0; h < kHalves; ++h) {
-          Ints four;
-          memcpy(&four, words[segments][h][r] + p * Vec::size, sizeof(four));
+          const Ints four = Ints::load_words(words[segments][h][r] + p * Vec::size);
           sum = Dots::add<DSX_BITS>(sum, Ints(0x01010101u), four);
         }
         memcpy(sums + p * Vec::size, &sum, sizeof(sum));
@@ -209,16 +208,19 @@ DSX_INLINE int64_t dots_of_fours(const uint8_t* const* rows, int64_t ahead,
   bool ends;
   do {
     const int64_t at = x.unit[s] * kUnitBytes;
+#pragma GCC unroll 4
     for (int c = 0; c < 4; ++c) {
       const uint8_t* const here = rows[c] + at;
       prefetch_early(here, ahead);
+#pragma GCC unroll 4
       for (int p = 0; p < kParts; ++p) {
-        Ints words = Codes::prepared(load_words(here + p * 4 * Vec::size));
+        Ints words = Codes::prepared(Ints::load_words(here + p * 4 * Vec::size));
+#pragma GCC unroll 2
         for (int h = 0; h < kHalves; ++h) {
           const Ints codes = kHalves == 1 ? words : words & Ints(0x0f0f0f0fu);
+#pragma GCC unroll 4
           for (int r = 0; r < kRows; ++r) {
-            Ints of_x;
-            memcpy(&of_x, x.words[s][h][r] + p * Vec::size, sizeof(of_x));
+            const Ints of_x = Ints::load_words(x.words[s][h][r] + p * Vec::size);
             sums[r][c][p] = Dots::add<DSX_BITS>(sums[r][c][p], codes, of_x);
           }
           words = shift_right<4>(words);
@@ -266,7 +268,7 @@ inline void add_panel(const Panel& panel, const CodesOfX<kRows>& x, uint32_t* be
     for (int p = 0; p < kParts; ++p) {
       const int64_t at = r * kColumns + p * Vec::size;
       pieces[r][p] = Ints(0u);
-      if (x.begun) memcpy(&pieces[r][p], begun + at, sizeof(pieces[r][p]));
+      if (x.begun) pieces[r][p] = Ints::load_words(begun + at);
       sums[r][p] = Vec::load(totals + at, Vec::size);
     }
   }

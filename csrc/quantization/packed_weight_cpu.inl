@@ -97,18 +97,12 @@ class Codes {
 };
 #endif
 
-inline Ints load_words(const uint8_t* source) {
-  Ints words;
-  memcpy(&words, source, sizeof(words));
-  return words;
-}
-
 // The numbers of whole units, in the order of the elements.
 inline void numbers_of(const Codes& codes, const uint8_t* source, int64_t units, float* target) {
   for (int64_t u = 0; u < units; ++u) {
     float numbers[kUnit];
     for (int p = 0; p < kParts; ++p) {
-      Ints words = Codes::prepared(load_words(source + u * kUnitBytes + p * 4 * Vec::size));
+      Ints words = Codes::prepared(Ints::load_words(source + u * kUnitBytes + p * 4 * Vec::size));
       for (int step = 0; step < kInWord; ++step) {
         codes(words).store(numbers + step * kLanes + p * Vec::size, Vec::size);
         words = shift_right<DSX_BITS>(words);

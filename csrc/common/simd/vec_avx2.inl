@@ -43,6 +43,12 @@ struct Ints {  // unsigned, 32 bits
             _mm256_add_epi32(_mm256_set1_epi32(int(first + 8)), lane_index)};
   }
 
+  // As memcpy would, whose pieces a load of what they have stored would wait for.
+  static Ints load_words(const void* source) {
+    const auto halves = static_cast<const __m256i*>(source);
+    return {_mm256_loadu_si256(halves), _mm256_loadu_si256(halves + 1)};
+  }
+
   static Ints load(const int16_t* source, int count) {
     int16_t buffer[16];
     const auto halves = reinterpret_cast<const __m128i*>(all_lanes(source, count, buffer));

@@ -147,6 +147,8 @@ struct Ints {  // unsigned, 32 bits
     return _mm512_add_epi32(_mm512_set1_epi32(int(first)), lane_index);
   }
 
+  static Ints load_words(const void* source) { return _mm512_loadu_si512(source); }
+
   static Ints load(const uint8_t* source, int count) {
     if (count == size) {
       return _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(source)));

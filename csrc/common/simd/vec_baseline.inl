@@ -18,6 +18,12 @@ struct Ints {  // unsigned, 32 bits
 
   static Ints from(uint32_t first) { return IntLanes{first, first + 1, first + 2, first + 3}; }
 
+  static Ints load_words(const void* source) {
+    Ints words;
+    memcpy(&words.lanes, source, sizeof(words.lanes));
+    return words;
+  }
+
   template <class T>
   static Ints load(const T* source, int count) {
     typedef T Narrow __attribute__((vector_size(size * sizeof(T))));

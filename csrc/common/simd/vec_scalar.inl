@@ -66,6 +66,13 @@ struct Ints {  // unsigned, 32 bits; arithmetic is modulo 2^32
   // first, first + 1 ...
   static Ints from(uint32_t first) { return first; }
 
+  // As many words as there are lanes, wherever they lie.
+  static Ints load_words(const void* source) {
+    Ints words;
+    memcpy(&words.lane, source, sizeof(words.lane));
+    return words;
+  }
+
   template <class T>  // uint8_t, uint16_t, or int16_t, whose sign is extended
   static Ints load(const T* source, int /*count*/) {
     return uint32_t(*source);
