@@ -211,7 +211,7 @@ def test_groups_added_later(device):
 def test_no_room_for_speculative_steps(device):
     """Gradients leave early all the same, and no step is taken before it is asked for."""
     needed = sum(12 * p.numel() + 4 for p in make_params())
-    pair = Pair(device, memory_budget=needed + 4000)
+    pair = Pair(device, memory_budget=needed + 5000)  # each part begins at 256 bytes
     pair.train(STEPS)
     stats = pair.ours.stats()
     assert stats["early"] >= STEPS - 2 and stats["ahead"] == stats["committed"] == 0
