@@ -1,7 +1,7 @@
 """What errors say of arguments of a wrong kind."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from numbers import Integral, Real
 
 from torch import Tensor
@@ -49,9 +49,7 @@ def check_whole(name: str, **values: object) -> None:
     Raises:
         TypeError: one is none.
     """
-    for argument, value in values.items():
-        if isinstance(value, bool) or not isinstance(value, Integral):
-            raise TypeError(f"{name}: {argument} is {_told(value)}, expected a whole number")
+    _check(name, values, lambda value: _is_number(value, Integral), "a whole number")
 
 
 def check_flags(name: str, **values: object) -> None:
@@ -64,9 +62,12 @@ def check_flags(name: str, **values: object) -> None:
     Raises:
         TypeError: one is neither.
     """
-    for argument, value in values.items():
-        if isinstance(value, Tensor) or value not in (True, False):
-            raise TypeError(f"{name}: {argument} is {_told(value)}, expected True or False")
+    _check(
+        name,
+        values,
+        lambda value: not isinstance(value, Tensor) and value in (True, False),
+        "True or False",
+    )
 
 
 def check_reals(name: str, **values: object) -> None:
@@ -79,9 +80,19 @@ def check_reals(name: str, **values: object) -> None:
     Raises:
         TypeError: one is none.
     """
+    _check(name, values, lambda value: _is_number(value, Real), "a number")
+
+
+def _is_number(value: object, kind: type) -> bool:
+    return isinstance(value, kind) and not isinstance(value, bool)
+
+
+def _check(
+    name: str, values: Mapping[str, object], is_one: Callable[[object], bool], want: str
+) -> None:
     for argument, value in values.items():
-        if isinstance(value, bool) or not isinstance(value, Real):
-            raise TypeError(f"{name}: {argument} is {_told(value)}, expected a number")
+        if not is_one(value):
+            raise TypeError(f"{name}: {argument} is {_told(value)}, expected {want}")
 
 
 def told_dtype(tensor: Tensor) -> str:
