@@ -73,7 +73,7 @@ def products(x: Tensor, hidden: int) -> Callable[[], object]:
 
 
 def contenders(
-    shapes: Shapes, device: str, heads: int, p: float, dtype: torch.dtype
+    shapes: Shapes, device: str, heads: int, p: float, dtype: torch.dtype, as_graphs: bool
 ) -> list[Contender]:
     (shape,) = shapes
     config = DeepSpeedTransformerConfig(
@@ -95,29 +95,32 @@ def contenders(
     x = torch.randn(shape, device=device, dtype=dtype).requires_grad_()
     leaves = [x, *layer.parameters()]
     runs = {name: there_and_back(way, leaves) for name, way in ways.items()}
+    if as_graphs:
+        runs = {name: captured(device, lambda run=run: run, 1) for name, run in runs.items()}
     made = [Contender(name, run) for name, run in runs.items()]
-    if device == "cuda":
-        made += [
-            Contender(f"{name}, a graph", captured(device, lambda run=run: run, 1))
-            for name, run in runs.items()
-        ]
     alone = Contender("torch, the products alone", products(x, shape[-1]), is_ceiling=True)
     return [*made, alone]
 
 
-def work(shape: tuple[int, int, int], heads: int, p: float, dtype: torch.dtype) -> Workload:
+def work(
+    shape: tuple[int, int, int], heads: int, p: float, dtype: torch.dtype, as_graphs: bool = False
+) -> Workload:
     kind = str(dtype).partition(".")[2]
     tokens, hidden = shape[0] * shape[1], shape[2]
     flops = 3 * 2 * tokens * (12 * hidden * hidden + 2 * shape[1] * hidden)
     name = f"{kind}, {shape[0]} x {shape[1]} x {hidden:,}, dropout {p}, {flops / 1e12:.3g} TFLOP"
-    made = partial(contenders, heads=heads, p=p, dtype=dtype)
+    name += ", as graphs" * as_graphs
+    made = partial(contenders, heads=heads, p=p, dtype=dtype, as_graphs=as_graphs)
     return Workload(name, [shape], 60 * dtype.itemsize, made, tokens=tokens)
 
 
 WORKLOADS = {
     "cpu": [work((1, 128, 1024), 16, p, F32) for p in (0.1, 0.0)],
     "cuda": [
-        work(shape, 16, p, BF16) for shape in ((32, 128, 1024), (8, 512, 1024)) for p in (0.1, 0.0)
+        work(shape, 16, p, BF16, as_graphs)
+        for shape in ((32, 128, 1024), (8, 512, 1024))
+        for p in (0.1, 0.0)
+        for as_graphs in (True, False)
     ],
 }
 

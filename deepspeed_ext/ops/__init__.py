@@ -8,8 +8,8 @@ op out of the registry, or loads a program that was exported with some in it, re
 What every op raises stands here and in no docstring of one: ValueError if an argument breaks a rule
 of its description, TypeError if it is None or of a class that the description does not name, both
 with the op, the argument, its value and what is expected; BuildError if the native library of the
-device could not be built or loaded, with the way out. An op's own docstring has what it raises
-besides.
+device could not be built or loaded, with the way out; torch.OutOfMemoryError, or RuntimeError on
+the CPU, if there is no memory for a tensor. An op's own docstring has what it raises besides.
 
 `__compatible_ops__` says for each op library by its name whether it can be used here, as it is or
 after being compiled; `ds_report` says why not.

@@ -37,6 +37,7 @@ _NAMESPACE = "deepspeed_ext"
 _FRAGMENT = torch.library.Library(_NAMESPACE, "FRAGMENT")
 _CALLS: dict[Callable[..., Any], Callable[..., Any]] = {}  # of `_explained`, which takes 0.2 us
 _OF_KINDS = (RuntimeError, TypeError, AttributeError)  # that calls with wrong kinds end in
+_NO_MEMORY = "aoti_torch_empty_strided("  # in an error of torch: a library has made no tensor
 Values = Mapping[str, object]
 
 
@@ -158,7 +159,7 @@ def call_on_tensors(op: OpOverload, *args: object, **options: object) -> Any:
         try:
             return _CALLS[callee_of(op)](*args, **options)
         except _OF_KINDS as error:
-            _refuse_kind(op, args, options, error)
+            _explain(op, args, options, error)
             raise
 
 
@@ -171,7 +172,13 @@ def bare(op: OpOverload) -> Callable[..., Any]:
     call = _CALLS[callee_of(op)]
 
     def call_kernel(*args: object, **options: object) -> Any:
-        return (op if torch.compiler.is_compiling() else call)(*args, **options)
+        if torch.compiler.is_compiling():
+            return op(*args, **options)
+        try:
+            return call(*args, **options)
+        except RuntimeError as error:
+            _explain(op, args, options, error)
+            raise
 
     return call_kernel
 
@@ -246,7 +253,7 @@ def refuse_tangents(name: str, values: Values, instead: str = "detach it") -> No
 
 
 def _explained(op: OpOverload, call: Callable[..., Any]) -> Callable[..., Any]:
-    """Return what an overload is to call, with errors about kinds in the house's words.
+    """Return what an overload is to call, with errors about kinds and memory in words to act on.
 
     Looked at are calls that failed only: torch takes None for any tensor, and kernels fail then
     where they ask for its memory; of other kinds it tells the schema, not the function.
@@ -262,20 +269,32 @@ def _explained(op: OpOverload, call: Callable[..., Any]) -> Callable[..., Any]:
             with below_autograd():
                 return call(*args, **keywords)
         except _OF_KINDS as error:
-            _refuse_kind(op, args, keywords, error)
+            _explain(op, args, keywords, error)
             raise
 
     _CALLS[explained] = call
     return explained
 
 
-def _refuse_kind(
-    op: OpOverload, args: Sequence[object], keywords: Values, error: Exception
-) -> None:
-    """Raise another error in place of one that is about the kind of an argument."""
-    problem = kind_problem(op, _values(op, args, keywords), str(error))
+def _explain(op: OpOverload, args: Sequence[object], keywords: Values, error: Exception) -> None:
+    """Raise another error in place of one that is about the kind of an argument, or memory."""
+    name, values = schema_of(op).name.partition("::")[2], _values(op, args, keywords)
+    if _NO_MEMORY in str(error):
+        raise _out_of_memory(name, [tensor for _, tensor in _tensors(values)]) from None
+    problem = kind_problem(op, values, str(error))
     if problem is not None:
-        raise TypeError(f"{schema_of(op).name.partition('::')[2]}: {problem}") from None
+        raise TypeError(f"{name}: {problem}") from None
+
+
+def _out_of_memory(name: str, tensors: Sequence[Tensor]) -> RuntimeError:
+    """Return the error that torch has for it, with the words by which libraries know it."""
+    device = next((tensor.device for tensor in tensors), torch.device("cpu"))
+    if device.type != "cuda":
+        return RuntimeError(f"{name}: DefaultCPUAllocator: can't allocate memory for a tensor")
+    return torch.OutOfMemoryError(
+        f"{name}: CUDA out of memory. A tensor that it makes does not fit on {device}; torch has"
+        " written to stderr how many bytes that takes"
+    )
 
 
 def _register_gradient(

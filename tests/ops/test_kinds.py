@@ -146,3 +146,17 @@ def test_values_that_are_long_are_told_by_their_class() -> None:
 def test_other_errors_stay_what_they_are() -> None:
     with pytest.raises(ValueError, match=r"^rms_norm: weight has shape \[2\], expected \[8\]"):
         ops.rms_norm(X, torch.ones(2))
+
+
+@pytest.mark.parametrize("is_recording", [True, False])
+def test_memory_that_is_not_there(device: str, is_recording: bool) -> None:
+    x = X.new_zeros(1, device=device).expand(2**42, 8)
+    weight, kind = torch.ones(8, device=device), RuntimeError
+    text = "rms_norm: DefaultCPUAllocator: can't allocate memory"
+    if device == "cuda":
+        kind, text = torch.OutOfMemoryError, "rms_norm: CUDA out of memory. "
+    with torch.set_grad_enabled(is_recording), pytest.raises(kind, match=re.escape(text)):
+        ops.rms_norm(x, weight)
+    with pytest.raises(kind, match=r"can't allocate|out of memory"):
+        torch.empty(2**45, device=device)
+    assert ops.rms_norm(X.to(device), weight).isfinite().all()
