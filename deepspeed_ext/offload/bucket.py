@@ -33,12 +33,14 @@ class HostBuffers:
         buffers: state, as a Bucket has it.
         scales: of state in codes.
         shown: for each parameter its state as users see it.
+        prints: fingerprints of weights that a speculative step has left here; None: there are none.
     """
 
     weights: list[Tensor]
     buffers: dict[str, list[Tensor]]
     scales: dict[str, Tensor]
     shown: list[dict[str, Tensor]] | None = None
+    prints: Tensor | None = None
 
     @property
     def nbytes(self) -> int:
@@ -178,12 +180,15 @@ class HostBucket:
     ) -> None:
         """Take a step whose results are in shadow buffers."""
         arrival.check()
+        shadow.prints = None
         work = arrival.work._replace(params=[shadow.weights[i] for i in arrival.indices])
         for part, target, event in zip(arrival.parts, pieces(work), arrival.events, strict=True):
             out = self.host_optimizer.out_of(
                 target.params, shadow.buffers, list(shadow.scales.values())
             )
             self._step_part(SPECULATIVE, part, event, options, scaling, out)
+        if self.is_at_rest():  # beside backward, as nobody else has this memory: forward would wait
+            shadow.prints = fingerprints(shadow.weights)
 
     def step(self, arrival: Arrival, options: Group, scaling: Scaling, after: Event | None) -> None:
         """Take a step; weights go back as soon as nobody needs the old ones any more."""
@@ -234,7 +239,7 @@ class HostBucket:
         self._bring_home(everywhere)
         parts = self._parts(everywhere)
         self._send(list(map(Copy, parts, self._copies())), after)
-        self._note_sent(everywhere, parts)
+        self._note_sent(everywhere, parts, shadow.prints)
 
     def _keeps_memory(self, i: int) -> bool:
         home = home_of(self.owners[i])
@@ -274,14 +279,24 @@ class HostBucket:
         self._sent = None if event is None else (event, set())
         self.bytes_back += sum(copy.source.nbytes for copy in copies)
 
-    def _note_sent(self, indices: Sequence[int], parts: list[Tensor]) -> None:
-        """Take note of what some parameters are, when all of the copies to them are queued."""
+    def _note_sent(
+        self, indices: Sequence[int], parts: list[Tensor], prints: Tensor | None = None
+    ) -> None:
+        """Take note of what some parameters are, when all of the copies to them are queued.
+
+        Args:
+            indices: of the parameters.
+            parts: of these, that were sent.
+            prints: fingerprints of all, where they are known and nothing had to be sent.
+        """
         if is_dtensor(self.owners[0]):  # copies count as writes, but of the local parts
             torch.autograd.graph.increment_version(self.owners)
         others = self.prints if len(indices) < len(self.owners) else None
-        self.prints, event = self.streams.fingerprint_sent(parts, indices, others)
-        if event is not None:
-            self._sent = (event, set())
+        if prints is None:
+            prints, event = self.streams.fingerprint_sent(parts, indices, others)
+            if event is not None:
+                self._sent = (event, set())
+        self.prints = prints
         self.weights = stamps_of(self.owners)
 
     def await_on_stream(self) -> None:
