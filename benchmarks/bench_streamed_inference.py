@@ -2,8 +2,8 @@
 
 An engine whose layers rest elsewhere writes some tokens after short prompts. They all come by for
 each, so the ceiling copies as many bytes from pinned memory. Beside it accelerate does the same
-with the model of transformers in bfloat16, whose weights are pinned, too, as it does not do by
-itself. torch may have a quarter of the bytes of the weights of the device's memory.
+with the model of transformers in bfloat16, whose weights are pinned, too, or with --pageable lie in
+memory as it leaves them. torch may have a quarter of the bytes of the weights of the device's memory.
 
 The model has the shapes of an 8 B Llama with more layers and a smaller vocabulary. All layers are
 one in the memory of who makes it, and of accelerate; the engine has each of its own.
@@ -30,7 +30,7 @@ _PIECE_BYTES = 64 << 20  # of copies of the ceiling; layers are longer
 _LINK, _ACCELERATE = "copies from pinned memory", "accelerate, bf16"
 
 
-def module(layers: int, hidden: int) -> nn.Module:
+def module(layers: int, hidden: int, pins: bool) -> nn.Module:
     """Return transformers' model on the host, whose layers have their tensors together."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -56,7 +56,7 @@ def module(layers: int, hidden: int) -> nn.Module:
             whole = values.repeat(-(-param.numel() // len(values)))[: param.numel()]
             if param.dim() == 1:
                 whole.fill_(1.0)
-            if torch.cuda.is_available():
+            if pins:
                 whole = whole.pin_memory()
             tensor = nn.Parameter(whole.view(param.shape), requires_grad=False)
             setattr(owner, name.rpartition(".")[2], tensor)
@@ -189,12 +189,14 @@ def main() -> None:
     parser.add_argument("--kinds", nargs="*", default=["bf16", "int4"])
     parser.add_argument("--batch", nargs="*", type=int, default=[1, 32])
     parser.add_argument("--nvme-path", help="let layers rest in a file in this folder")
+    parser.add_argument("--pageable", action="store_true", help="leave accelerate's weights so")
     parser.add_argument("--no-rivals", dest="rivals", action="store_false")
     add_option(parser)
     options = parser.parse_args()
     described, results = introduced(options.device), list[Result]()
     theirs: dict[int, Any] = {}
-    make = partial(module, options.layers, options.hidden)
+    pins = torch.cuda.is_available() and not options.pageable
+    make = partial(module, options.layers, options.hidden, pins)
     try:
         for kind in options.kinds:
             for result in rows(make, kind, options, theirs):

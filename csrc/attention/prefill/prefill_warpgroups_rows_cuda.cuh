@@ -135,7 +135,9 @@ class GroupRows {
   __device__ void wait_for_keys() const {
     wait_for(&pipeline_.tiles.full[0][keys_.stage], keys_.phase);
   }
+  // What all lanes have read: scales and values, not by products alone, of which all know the end.
   __device__ void release(Barrier* empty) const {
+    __syncwarp();
     if (lane() == 0) arrive(empty);
   }
   __device__ void release_keys() {
