@@ -3,7 +3,8 @@
 An engine whose layers rest elsewhere writes some tokens after short prompts. They all come by for
 each, so the ceiling copies as many bytes from pinned memory. Beside it accelerate does the same
 with the model of transformers in bfloat16, whose weights are pinned, too, or with --pageable lie
-in memory as it leaves them. torch may have a quarter of the bytes of the weights of the device's memory.
+in memory as it leaves them. torch may have a quarter of the bytes of the weights of the device's
+memory.
 
 The model has the shapes of an 8 B Llama with more layers and a smaller vocabulary. All layers are
 one in the memory of who makes it, and of accelerate; the engine has each of its own.
