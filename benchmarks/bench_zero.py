@@ -5,8 +5,8 @@ shards. Ours and torch's take turns of some steps, each with a model of its own;
 all processes have ended it, the steps in host memory too. Rows "memory" are what our stages keep,
 beside the table of zero.shard; in "checkpoint" the state of the model is saved and loaded, in both
 ways, and "init" fills a model from a file. "engine" are steps of `initialize` beside zero.shard by
-hand; "deepspeed" ours beside DeepSpeed's. Both have DeepSpeed, if that is installed; its FusedAdam,
-which it compiles, is not needed.
+hand; "deepspeed" ours beside DeepSpeed's, and "offload-deepspeed" so with state in host memory. All
+have DeepSpeed, if that is installed; its FusedAdam, which it compiles, is not needed.
 """
 
 import argparse
@@ -26,6 +26,7 @@ from benchmarks.results import Result, Timing, add_option, introduced, keep, sho
 from benchmarks.zero_contenders import (
     CONTENDERS,
     DEEPSPEED,
+    DEEPSPEED_OFFLOAD,
     ENGINE,
     OURS,
     Contender,
@@ -53,7 +54,7 @@ _WARM_UP = 2
 _IN_A_ROW = 3
 _USUAL_TOKENS = 8192
 WORKLOADS = {
-    "engine": [ZeroWorkload(2, clips=True)],
+    "engine": [ZeroWorkload(2, clips=True), ZeroWorkload(3, clips=True)],
     "deepspeed": [
         ZeroWorkload(2),
         ZeroWorkload(2, clips=True),
@@ -72,10 +73,12 @@ WORKLOADS = {
         for compact in (False, True)
         for dtype in (torch.float32, torch.bfloat16)
     ],
+    "offload-deepspeed": [ZeroWorkload(3, offloads=True, shards=torch.bfloat16, compact=True)],
 }
 BESIDE: dict[str, dict[str, Contender]] = {
     "engine": {ENGINE: engines, OURS: ours},
     "deepspeed": {OURS: ours, DEEPSPEED: deepspeeds},
+    "offload-deepspeed": CONTENDERS | {DEEPSPEED_OFFLOAD: deepspeeds},
 }
 DISK = {"checkpoint": checkpoints, "init": fills}
 ROWS = (*WORKLOADS, "memory", *DISK)
@@ -88,7 +91,7 @@ def steps(
     trained = {name: Trained(make(work, size, device), size) for name, make in contenders.items()}
     tokens = size.batch * size.length
     name = work.name + f", {tokens:,} tokens in a process" * (tokens != _USUAL_TOKENS)
-    name += ", beside DeepSpeed" * (DEEPSPEED in contenders)
+    name += ", beside DeepSpeed" * (not {DEEPSPEED, DEEPSPEED_OFFLOAD}.isdisjoint(contenders))
     progress = tqdm(total=rounds, desc=name, disable=dist.get_rank() > 0)
     for i in range(rounds + _WARM_UP):
         order = list(trained.values())
@@ -124,8 +127,8 @@ def measured(rows: str, options: argparse.Namespace, device: str) -> Iterator[Re
     """Yield the results of some rows; print those that are no times."""
     size, is_first = SIZES[options.size], dist.get_rank() == 0
     size = replace(size, batch=options.batch or size.batch)
-    if rows == "deepspeed" and find_spec("deepspeed") is None:
-        print("deepspeed: skipped, it is not installed")
+    if rows.endswith("deepspeed") and find_spec("deepspeed") is None:
+        print(f"{rows}: skipped, deepspeed is not installed")
         return
     for work in WORKLOADS.get(rows, ()):
         contenders = BESIDE.get(rows, CONTENDERS)

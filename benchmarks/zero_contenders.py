@@ -27,6 +27,7 @@ from deepspeed_ext.optim import DeepSpeedCPUAdam, FusedAdam
 OURS, ENGINE = "deepspeed_ext.zero", "deepspeed_ext.initialize"
 TORCH = "plain FSDP2, torch's AdamW (fused)"
 DEEPSPEED = "DeepSpeed, torch's AdamW (fused)"
+DEEPSPEED_OFFLOAD = "DeepSpeed ZeRO-Offload"
 MAX_NORM = 1.0
 MASTERS: dict[str, Any] = {"master": "float32"}
 OPTIONS: dict[str, Any] = {"lr": 1e-4, "weight_decay": 0.1}
@@ -158,8 +159,15 @@ def deepspeeds(work: ZeroWorkload, size: Size, device: str) -> Made:
     """Return the same in DeepSpeed: bfloat16 weights, float32 master weights, sums in bfloat16."""
     import deepspeed
 
+    optimizer: Callable[..., torch.optim.Optimizer]
     optimizer = partial(torch.optim.AdamW, fused=True, **OPTIONS)
-    return _initialized(deepspeed, work, size, device, optimizer, overlap_comm=True)
+    options: dict[str, object] = {"overlap_comm": True}
+    if work.offloads:
+        from deepspeed.ops.adam import DeepSpeedCPUAdam as TheirCPUAdam
+
+        optimizer = partial(TheirCPUAdam, **OPTIONS)
+        options["offload_optimizer"] = {"device": "cpu", "pin_memory": True}
+    return _initialized(deepspeed, work, size, device, optimizer, **options)
 
 
 def engines(work: ZeroWorkload, size: Size, device: str) -> Made:
