@@ -7,8 +7,14 @@
 #include <algorithm>
 
 #include "common/cuda/device.cuh"
+#include "common/cuda/warpgroup_mma.cuh"
 #include "linear/few_rows_sums_cuda.cuh"
 
+#ifndef DSX_TRY
+#define DSX_TRY(g)
+#define DSX_TRY_LINES(l)
+#define DSX_TRY_STAGES(g, b)
+#endif
 namespace dsx::cuda {
 
 constexpr int64_t kAskedOf = 64 << 20;  // bytes of a weight at most, to ask for some ahead
@@ -72,8 +78,44 @@ __device__ void multiply(Products& products, const Geometry& geometry, int first
   if constexpr (Products::kInOrder) products.copy_sums(totals);
 }
 
+// The same where warps multiply together, line by line.
+template <class Products>
+__device__ __forceinline__ void multiply_together(
+    Products& products, const Geometry& geometry, int first, const char* pipeline, Barrier* here,
+    Barrier* read, float (&totals)[Products::kTiles][Products::kSums]) {
+  Pairwise<Products::kSums, true> pairwise[Products::kTiles];
+  products.with_part_units([&](auto units) {
+    Cursor at{0, 0};
+    int number = first;
+    for (int k_part = 0; k_part < geometry.group_k_parts; ++k_part) {
+      products.clear();
+#pragma unroll 1
+      for (int left = geometry.k_part_lines; left > 0; --left) {
+        const char* const near = pipeline + at.stage * geometry.stage_bytes;
+        wait_for(here + at.stage, at.phase);
+        products.template add<decltype(units)::value>(near, number++);
+        __syncwarp();
+        if (threadIdx.x % kWarp == 0) arrive(read + at.stage);
+        at.advance(geometry);
+      }
+      products.end();
+#pragma unroll
+      for (int tile = 0; tile < Products::kTiles; ++tile) {
+        products.copy_sums(tile, totals[tile]);
+        pairwise[tile].add(totals[tile]);
+      }
+    }
+  });
+}
+
+// Where warps multiply together, the one that copies has others beside it, whose registers they
+// take.
+template <class Kind>
+constexpr int kCopyingWarps = Kind::kTogether > 1 ? kGroupWarps : 1;
 template <class Kind, int kColumnTiles>
-constexpr int kFewRowsThreads = (Kind::template kMostWarps<kColumnTiles> + 1) * kWarp;
+constexpr int kFewRowsThreads =
+    (Kind::template kMostWarps<kColumnTiles> + kCopyingWarps<Kind>)*kWarp;
+constexpr int kMultiplyingRegisters = 216, kCopyingRegisters = 72;
 
 template <class Kind, int kColumnTiles>
 __global__ void __launch_bounds__(kFewRowsThreads<Kind, kColumnTiles>,
@@ -84,6 +126,8 @@ __global__ void __launch_bounds__(kFewRowsThreads<Kind, kColumnTiles>,
                     const __grid_constant__ Maps<Kind::kScaled> maps) {
   using T = typename Kind::T;
   using Products = typename Kind::template Products<kColumnTiles>;
+  constexpr bool kTogether = Kind::kTogether > 1;
+  constexpr int kTiles = kTogether ? Kind::kTogether / kGroupWarps : 1;
   extern __shared__ __align__(16) char shared[];
   __shared__ Barrier here[kMostStages], read[kMostStages];
   __shared__ float inverses[kMostRows];
@@ -91,7 +135,7 @@ __global__ void __launch_bounds__(kFewRowsThreads<Kind, kColumnTiles>,
       ceil_div(reinterpret_cast<uintptr_t>(shared), uintptr_t(kTmaTileAlignment)) *
       kTmaTileAlignment);
   const int rank = geometry.cluster > 1 ? int(rank_in_cluster()) : 0;
-  const int warp = int(threadIdx.x) / kWarp, multiplying = geometry.groups * geometry.tiles;
+  const int warp = int(threadIdx.x) / kWarp, multiplying = geometry.groups * geometry.warps;
   const Share share{0, 0, int(call.rows)};
   const WeightRows rows(call, geometry, share, blockIdx.x >> geometry.cluster / 2);  // 1, 2 or 4
 
@@ -105,8 +149,9 @@ __global__ void __launch_bounds__(kFewRowsThreads<Kind, kColumnTiles>,
   }
   __syncthreads();
 
-  const bool copying = warp == multiplying;
-  if (copying) {  // before all that takes time
+  const bool copying = warp >= multiplying;
+  if (kTogether && copying) give_registers<kCopyingRegisters>();
+  if (copying && warp == multiplying) {  // before all that takes time
     const Copies<Kind> copies(call, geometry, maps, rows, pipeline, here);
     copies.ask_ahead(rank);
     wait_for_previous();
@@ -114,12 +159,22 @@ __global__ void __launch_bounds__(kFewRowsThreads<Kind, kColumnTiles>,
     copy(copies, geometry, rank, read, at);
     __syncwarp();
   }
+  if (kTogether && copying) {  // others finish
+    cluster_barrier_after_reading(geometry.cluster);
+    cluster_barrier(geometry.cluster);
+    return;
+  }
+  if (kTogether) take_registers<kMultiplyingRegisters>();
   const int group = geometry.group_of(warp);
-  const int first_row = (warp - group * geometry.tiles) * kTileRows;
+  const int number = warp - group * geometry.warps;  // in its group
+  const int first_row =
+      kTiles == 1 ? number * kTileRows
+                  : (number / kGroupWarps * Kind::kTogether + number % kGroupWarps) * kTileRows;
   const Sums sums(pipeline, share, geometry);
   Finisher<T> finisher(call, geometry, rows, sums, rank);
-  const Sender sender(sums, geometry, rows, rank * geometry.groups + group, first_row);
-  float totals[Products::kSums];
+  const int split = rank * geometry.groups + group;
+  const Sender sender(sums, geometry, rows, split, first_row);
+  float totals[kTiles][Products::kSums];
   if (!copying) {
     if (call.squares.is_present() && call.inverses == nullptr) {  // while data is on its way
       wait_for_previous();
@@ -128,13 +183,22 @@ __global__ void __launch_bounds__(kFewRowsThreads<Kind, kColumnTiles>,
     Products products(call, geometry, rows, first_row);
     const int first =
         (rank * geometry.groups + group) * geometry.group_k_parts * geometry.k_part_lines;
-    Cursor at{0, 0};
-    multiply(products, geometry, first, pipeline + group * geometry.group_bytes, here, read, at,
-             totals);
+    const char* const of_group = pipeline + group * geometry.group_bytes;
+    if constexpr (kTogether) {
+      multiply_together(products, geometry, first, of_group, here, read, totals);
+    } else {
+      Cursor at{0, 0};
+      multiply(products, geometry, first, of_group, here, read, at, totals[0]);
+    }
     wait_for_previous();
   }
   cluster_barrier_after_reading(geometry.cluster);  // no stage is needed any more, in any block
-  if (!copying) sender.send(totals);
+  if (!copying) sender.send(totals[0]);
+#pragma unroll
+  for (int tile = 1; tile < kTiles; ++tile) {
+    const int row = first_row + tile * kGroupWarps * kTileRows;
+    if (!copying) Sender(sums, geometry, rows, split, row).send(totals[tile]);
+  }
   cluster_barrier(geometry.cluster);
   finisher.finish(call.inverses == nullptr ? inverses : call.inverses);
 }
@@ -164,19 +228,24 @@ void divide(Geometry& geometry, const typename Kind::Call& call, const Device& d
             bool chained) {
   const int64_t tiles = ceil_div(call.weight_rows(), kTileRows);
   const auto are_few = [&](int64_t blocks) { return 10 * blocks < 9 * device.processors; };
-  constexpr int kMost = Kind::template kMostWarps<kColumnTiles>, kStep = Kind::kTogether;
+  constexpr int kStep = Kind::kTogether, kOfWarp = kStep > 1 ? kStep / kGroupWarps : 1;
+  constexpr int kMost = Kind::template kMostWarps<kColumnTiles> * kOfWarp;
   const auto tiles_beside = [&](int groups) {
     return tiles_of_cluster(tiles, kStep, kMost / groups, geometry.cluster, device.processors);
   };
   geometry.cluster = geometry.groups = 1;
+  geometry.copying = kCopyingWarps<Kind>;
   if (kStep > 1) {
-    const auto warps = [&] { return geometry.groups * geometry.tiles; };
     while (geometry.cluster < kSplitKParts && are_few(ceil_div(tiles, kStep) * geometry.cluster)) {
       geometry.cluster *= 2;
     }
     geometry.tiles = tiles_beside(1);
     const int k_parts = kSplitKParts / geometry.cluster;
-    while (2 * geometry.groups <= k_parts && 2 * warps() <= kMost) geometry.groups *= 2;
+    while (2 * geometry.groups <= k_parts && 2 * geometry.groups * geometry.tiles <= kMost) {
+      geometry.groups *= 2;
+    }
+    geometry.warps = geometry.tiles / kOfWarp;
+    DSX_TRY(geometry);
     return;
   }
   const int most_split = Kind::template Products<kColumnTiles>::kInOrder ? 1 : kSplitKParts;
@@ -195,7 +264,8 @@ void divide(Geometry& geometry, const typename Kind::Call& call, const Device& d
     geometry.cluster *= 2;
   }
   geometry.groups = split / geometry.cluster;
-  geometry.tiles = tiles_beside(geometry.groups);
+  geometry.tiles = geometry.warps = tiles_beside(geometry.groups);
+  DSX_TRY(geometry);
 }
 
 // What follows from how warps are divided.
@@ -220,9 +290,12 @@ void set_places(Geometry& geometry, const typename Kind::Call& call, int finishe
   const int64_t line = kLineBytes / int64_t(sizeof(typename Kind::Weight));
   geometry.k_part_lines =
       int(ceil_div(ceil_div(Kind::weight(call).length, line), int64_t(kSplitKParts)));
-  int lines = geometry.x_rows > 16 ? 2 : 1;
-  while (geometry.rows() * lines * kLineBytes < kCopiedAtOnce<Kind::kScaled>) lines *= 2;
+  int lines = geometry.x_rows > 16 && Kind::kTogether == 1 ? 2 : 1;
+  while (Kind::kTogether == 1 &&
+         geometry.rows() * lines * kLineBytes < kCopiedAtOnce<Kind::kScaled>)
+    lines *= 2;
   while (geometry.k_part_lines % lines != 0) lines /= 2;
+  DSX_TRY_LINES(lines);
   geometry.set_lines(lines);
 }
 
@@ -230,7 +303,8 @@ template <class Kind, int kColumnTiles>
 Geometry geometry_of(const typename Kind::Call& call, const Device& device, bool chained) {
   Geometry geometry = {};
   divide<Kind, kColumnTiles>(geometry, call, device, chained);
-  set_places<Kind, kColumnTiles>(geometry, call, geometry.threads());
+  const int others = Kind::kTogether > 1 ? geometry.copying * kWarp : 0;  // who finish nothing
+  set_places<Kind, kColumnTiles>(geometry, call, geometry.threads() - others);
   return geometry;
 }
 
@@ -252,6 +326,7 @@ void set_stages(Geometry& geometry, const Device& device, int64_t blocks) {
   const bool is_small = blocks * all * geometry.stage_bytes <= kAskedOf;
   const bool more = Kind::kScaled && geometry.group_k_parts > 1;
   geometry.asked = is_small ? std::min(geometry.k_part_steps, all / (more ? 4 : 16)) : 0;
+  DSX_TRY_STAGES(geometry, budget);
 }
 
 // Whether all that comes near can be copied by the engine; makes maps for it.

@@ -105,7 +105,7 @@ __global__ void __launch_bounds__(kGroupedThreads, kBlocksAtOnce)
       ceil_div(reinterpret_cast<uintptr_t>(shared), uintptr_t(kTmaTileAlignment)) *
       kTmaTileAlignment);
   char* const of_sums = pipeline + geometry.stages * geometry.stage_bytes;
-  const int warp = int(threadIdx.x) / kWarp, multiplying = geometry.groups * geometry.tiles;
+  const int warp = int(threadIdx.x) / kWarp, multiplying = geometry.groups * geometry.warps;
 
   let_next_begin();
   if (threadIdx.x == 0) {
@@ -159,7 +159,7 @@ void divide_groups(Geometry& geometry, const typename Kind::Call& call, int64_t 
   const int64_t tiles = ceil_div(call.weight_rows(), int64_t(kTileRows));
   constexpr int kMostSplit = Kind::template Products<kColumnTiles>::kInOrder ? 1 : kSplitKParts;
   double least = INFINITY;
-  geometry.cluster = 1;
+  geometry.cluster = geometry.copying = 1;
   for (int groups = 1; groups <= kMostSplit; groups *= 2) {
     for (int each = 1; each * groups <= kGroupedWarps; ++each) {
       const int64_t rounds = ceil_div(shares * ceil_div(tiles, int64_t(each)), blocks);
@@ -169,7 +169,7 @@ void divide_groups(Geometry& geometry, const typename Kind::Call& call, int64_t 
       if (time > least) continue;
       least = time;
       geometry.groups = groups;
-      geometry.tiles = each;
+      geometry.tiles = geometry.warps = each;
     }
   }
 }

@@ -27,6 +27,7 @@ from deepspeed_ext.ops.linear.norms_around import (
     divided_ref,
     next_norm_ref,
 )
+from deepspeed_ext.ops.linear.quantized_product import quantized_product
 from deepspeed_ext.ops.quantization.fake_quantize import fake_quantize
 from deepspeed_ext.ops.quantization.formats import FORMATS, LEAST_SCALE, number_of
 from deepspeed_ext.ops.quantization.packed_weight import (
@@ -242,7 +243,7 @@ class _FloatProduct(torch.autograd.Function):
         group_size: int,
     ) -> Tensor:
         weight = PackedWeight(codes, scales, offsets, format, group_size, x.shape[-1])
-        return F.linear(x, unpack_weight(weight, x.dtype), bias)
+        return quantized_product(x, weight, bias)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -273,7 +274,7 @@ def _float_product(x: Tensor, weight: PackedWeight, bias: Tensor | None) -> Tens
         return F.linear(x, checkpoint(_unpacked, *weight, x.dtype, **again), bias)
     # What cannot be kept goes the plain way.
     if not wanted or any(each is not None and each.is_inference() for each in tensors):
-        return F.linear(x, unpack_weight(weight, x.dtype), bias)
+        return quantized_product(x, weight, bias)
     out: Tensor = _FloatProduct.apply(  # type: ignore[no-untyped-call]
         x, *tensors, bias, weight.format, weight.group_size
     )
