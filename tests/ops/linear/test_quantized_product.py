@@ -81,7 +81,9 @@ def test_forms_are_those_of_torchs_product(kind: tuple[str, bool], cuda: str) ->
         form: dict[str, Any] = dict(bias=True, residual=True, activation=activation, gated=gated)
         x, weight, options = arguments(100, 64, 256, BF16, kind, 64, cuda, **form)
         got = quantized_linear(x, weight, **options)
-        wide = {key: v.double() if isinstance(v, Tensor) else v for key, v in options.items()}
+        wide: dict[str, Any] = {
+            key: v.double() if isinstance(v, Tensor) else v for key, v in options.items()
+        }
         want = quantized_linear_ref(x, weight, **wide)
         assert (got.double() - want).abs().max() <= 0.05 * want.abs().max()
         assert quantized_linear(
