@@ -10,11 +10,6 @@
 #include "common/cuda/warpgroup_mma.cuh"
 #include "linear/few_rows_sums_cuda.cuh"
 
-#ifndef DSX_TRY
-#define DSX_TRY(g)
-#define DSX_TRY_LINES(l)
-#define DSX_TRY_STAGES(g, b)
-#endif
 namespace dsx::cuda {
 
 constexpr int64_t kAskedOf = 64 << 20;  // bytes of a weight at most, to ask for some ahead
@@ -98,13 +93,14 @@ __device__ __forceinline__ void multiply_together(
         if (threadIdx.x % kWarp == 0) arrive(read + at.stage);
         at.advance(geometry);
       }
-      products.end();
+      products.template end<decltype(units)::value>();
 #pragma unroll
       for (int tile = 0; tile < Products::kTiles; ++tile) {
         products.copy_sums(tile, totals[tile]);
         pairwise[tile].add(totals[tile]);
       }
     }
+    products.end_turns();
   });
 }
 
@@ -245,7 +241,6 @@ void divide(Geometry& geometry, const typename Kind::Call& call, const Device& d
       geometry.groups *= 2;
     }
     geometry.warps = geometry.tiles / kOfWarp;
-    DSX_TRY(geometry);
     return;
   }
   const int most_split = Kind::template Products<kColumnTiles>::kInOrder ? 1 : kSplitKParts;
@@ -265,7 +260,6 @@ void divide(Geometry& geometry, const typename Kind::Call& call, const Device& d
   }
   geometry.groups = split / geometry.cluster;
   geometry.tiles = geometry.warps = tiles_beside(geometry.groups);
-  DSX_TRY(geometry);
 }
 
 // What follows from how warps are divided.
@@ -295,7 +289,6 @@ void set_places(Geometry& geometry, const typename Kind::Call& call, int finishe
          geometry.rows() * lines * kLineBytes < kCopiedAtOnce<Kind::kScaled>)
     lines *= 2;
   while (geometry.k_part_lines % lines != 0) lines /= 2;
-  DSX_TRY_LINES(lines);
   geometry.set_lines(lines);
 }
 
@@ -325,8 +318,7 @@ void set_stages(Geometry& geometry, const Device& device, int64_t blocks) {
   // worked on memory has time for more, unless all split-K parts are asked for at once.
   const bool is_small = blocks * all * geometry.stage_bytes <= kAskedOf;
   const bool more = Kind::kScaled && geometry.group_k_parts > 1;
-  geometry.asked = is_small ? std::min(geometry.k_part_steps, all / (more ? 4 : 16)) : 0;
-  DSX_TRY_STAGES(geometry, budget);
+  geometry.asked = is_small ? std::min(geometry.k_part_steps, all / (more ? 8 : 16)) : 0;
 }
 
 // Whether all that comes near can be copied by the engine; makes maps for it.

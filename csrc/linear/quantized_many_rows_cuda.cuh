@@ -1,9 +1,11 @@
 // The kernel of quantized_many_rows: codes become floats, as unpack_weight makes them, in the
 // registers from which warpgroups multiply them, while those before are multiplied.
 //
-// A block has kBlockRows rows of the weight and kColumns rows of x, and a part of the length if
-// blocks of a cluster share it. One warp brings lines of codes, beside their scales, and lines of x
-// near, each in stages of their own; each of two warpgroups has half of the rows of the weight.
+// A block has kBlockRows rows of the weight and kColumns rows of x. Two blocks of a cluster have
+// the same rows of x: each brings half of them near, for both. Or, where there would be few blocks,
+// the blocks of a cluster have a part of the length each, and add up what they find. One warp
+// brings lines of codes, beside their scales, and lines of x near, each in stages of their own;
+// each of two warpgroups has half of the rows of the weight.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -38,11 +40,14 @@ struct Maps {
 
 // Which block does what, and where things are in shared memory.
 struct Places {
-  int cluster;       // blocks that share the length
+  int splits;        // of the length: as many blocks of a cluster
+  int sharing;       // or so many share rows of x; one of both is 1
   int lines;         // of codes, of all of them
   int column_tiles;  // of x
   int x_stages;
   int scale_bytes, weight_stage_bytes;
+
+  DSX_HOST_DEVICE int cluster() const { return splits * sharing; }
 };
 
 template <int kColumns>
@@ -72,12 +77,37 @@ __device__ inline uint32_t scaled_pair(uint32_t pair, float scale, float offset)
   return result;
 }
 
+// Arrives at where block number `rank` of the cluster has what this one has there.
+__device__ inline void arrive_in_cluster(Barrier* barrier, int rank) {
+#if __CUDA_ARCH__ >= 900
+  asm volatile(
+      "{ .reg .b32 there; mapa.shared::cluster.u32 there, %0, %1;"
+      " mbarrier.arrive.release.cluster.shared::cluster.b64 _, [there]; }" ::"r"(
+          shared_address(barrier)),
+      "r"(rank)
+      : "memory");
+#endif
+}
+
+// As fetch_tma_tiles, to the same place in both blocks of a cluster, at whose barriers it counts.
+__device__ inline void fetch_tma_tiles_for_both(void* near, const CUtensorMap& map, int row,
+                                                int column, Barrier* barrier) {
+#if __CUDA_ARCH__ >= 900
+  asm volatile(
+      "cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes"
+      ".multicast::cluster [%0], [%1, {%2, %3, %4}], [%5], %6;" ::"r"(shared_address(near)),
+      "l"(&map), "r"(0), "r"(row), "r"(column), "r"(shared_address(barrier)), "h"(uint16_t(3))
+      : "memory");
+#endif
+}
+
 // What the copying warp does: its first thread alone.
 template <int kBits, int kColumns>
 __device__ inline void copy_many_rows(const many_rows::Maps& maps, const many_rows::Places& places,
-                                      const Scales& scales, int row, int column, int first,
-                                      int count, char* weights, char* xs, Barrier* weight_here,
-                                      Barrier* weight_read, Barrier* x_here, Barrier* x_read) {
+                                      const Scales& scales, int rank, int row, int column,
+                                      int first, int count, char* weights, char* xs,
+                                      Barrier* weight_here, Barrier* weight_read, Barrier* x_here,
+                                      Barrier* x_read) {
   using namespace many_rows;
   constexpr int kXLines = 16 / kBits;
   const uint64_t policy = read_once();
@@ -99,8 +129,14 @@ __device__ inline void copy_many_rows(const many_rows::Maps& maps, const many_ro
     for (int i = 0; i < kXLines; ++i) {
       wait_for(x_read + x_stage, x_phase);
       arrive_expecting(x_here + x_stage, kXStageBytes<kColumns>);
-      fetch_tma_tiles(xs + x_stage * kXStageBytes<kColumns>, maps.x, column, line * kXLines + i,
-                      x_here + x_stage);
+      char* const x = xs + x_stage * kXStageBytes<kColumns>;
+      if (places.sharing == 1) {
+        fetch_tma_tiles(x, maps.x, column, line * kXLines + i, x_here + x_stage);
+      } else {
+        fetch_tma_tiles_for_both(x + rank * kXStageBytes<kColumns> / 2, maps.x,
+                                 column + rank * kColumns / 2, line * kXLines + i,
+                                 x_here + x_stage);
+      }
       if (++x_stage == places.x_stages) x_stage = 0, x_phase ^= 1;
     }
   }
@@ -122,11 +158,12 @@ __global__ void __launch_bounds__(many_rows::kThreads, 1)
       kTmaTileAlignment);
   char* const weights = xs + places.x_stages * kXStageBytes<kColumns>;
   const int warp = int(threadIdx.x) / kWarp, lane = int(threadIdx.x) % kWarp;
-  const unsigned rank = places.cluster > 1 ? rank_in_cluster() : 0;
-  const int tile = int(blockIdx.x) / places.cluster;
-  const int row = tile / places.column_tiles * kBlockRows;
+  const int rank = places.cluster() > 1 ? int(rank_in_cluster()) : 0;
+  const int split = places.splits > 1 ? rank : 0, member = rank - split;
+  const int tile = int(blockIdx.x) / places.cluster();
+  const int row = (tile / places.column_tiles * places.sharing + member) * kBlockRows;
   const int column = tile % places.column_tiles * kColumns;
-  const int each = int(ceil_div(places.lines, places.cluster)), first = int(rank) * each;
+  const int each = int(ceil_div(places.lines, places.splits)), first = split * each;
   const int count = ::max(0, ::min(each, places.lines - first));
   if (threadIdx.x == 0) {
     for (int i = 0; i < kWeightStages; ++i) {
@@ -135,21 +172,21 @@ __global__ void __launch_bounds__(many_rows::kThreads, 1)
     }
     for (int i = 0; i < places.x_stages; ++i) {
       begin_barrier(x_here + i, 1);
-      begin_barrier(x_read + i, kGroups * kGroupWarps);
+      begin_barrier(x_read + i, places.sharing * kGroups * kGroupWarps);
     }
     show_barriers();
   }
-  __syncthreads();
+  cluster_barrier(places.sharing);
   if (warp >= kGroups * kGroupWarps) {
     give_registers<kCopyingRegisters>();
     if (warp == kGroups * kGroupWarps && lane == 0) {
-      copy_many_rows<kBits, kColumns>(maps, places, call.scales, row, column, first, count, weights,
-                                      xs, weight_here, weight_read, x_here, x_read);
+      copy_many_rows<kBits, kColumns>(maps, places, call.scales, member, row, column, first, count,
+                                      weights, xs, weight_here, weight_read, x_here, x_read);
     }
     __syncwarp();
-    cluster_barrier_after_reading(places.cluster);
-    cluster_barrier(places.cluster);
-    cluster_barrier_after_reading(places.cluster);
+    cluster_barrier_after_reading(places.cluster());
+    cluster_barrier(places.cluster());
+    cluster_barrier_after_reading(places.cluster());
     return;
   }
   take_registers<kMultiplyingRegisters>();
@@ -165,6 +202,7 @@ __global__ void __launch_bounds__(many_rows::kThreads, 1)
   const unsigned scale_place = unsigned(kBlockRows * kLineBytes + (first_row + lane / 4) * 4);
   const unsigned xs_at = shared_address(xs), weights_at = shared_address(weights);
   const int part_units = call.scales.part_units;
+  const Turns turns(warp / kGroupWarps, true);
   uint32_t factors[2][kBlocks][4];
   int weight_stage = 0, weight_phase = 0, x_stage = 0, x_phase = 0, x_before = 0;
 #pragma unroll 1
@@ -204,28 +242,33 @@ __global__ void __launch_bounds__(many_rows::kThreads, 1)
       }
       wait_for(x_here + x_stage, x_phase);
       const uint64_t x = tma_tile_factors(xs_at + unsigned(x_stage * kXStageBytes<kColumns>));
+      turns.wait();
       begin_products();
 #pragma unroll
       for (int b = 0; b < kBlocks; ++b) {
         begin_product<T>(sums, made[b], further(x, unsigned(b * 2 * kUnitBytes)), true);
       }
       end_batch();
+      turns.pass();
       if (i + 1 < kXLines) {
         wait_for_batches<1>();
       } else {  // the compiler takes no batch that outlasts a loop's round
         wait_for_batches<0>();
       }
-      if (lane == 0 && i > 0) arrive(x_read + x_before);
-      if (lane == 0 && i + 1 == kXLines) arrive(x_read + x_stage);
+      if (lane < places.sharing) {
+        if (i > 0) arrive_in_cluster(x_read + x_before, lane);
+        if (i + 1 == kXLines) arrive_in_cluster(x_read + x_stage, lane);
+      }
       x_before = x_stage;
       if (++x_stage == places.x_stages) x_stage = 0, x_phase ^= 1;
     }
     if (lane == 0) arrive(weight_read + weight_stage);
     if (++weight_stage == kWeightStages) weight_stage = 0, weight_phase ^= 1;
   }
+  turns.end();
   // Sums go to shared memory, [kColumns][kPitch], and from there, those of a cluster one after the
   // other, to the results: a warp has a row of x, of which a lane has four neighbours.
-  cluster_barrier_after_reading(places.cluster);
+  cluster_barrier_after_reading(places.cluster());
   float* const near = reinterpret_cast<float*>(xs);
 #pragma unroll
   for (int j = 0; j < kColumns / kColumnTile; ++j) {
@@ -235,7 +278,7 @@ __global__ void __launch_bounds__(many_rows::kThreads, 1)
       near[m * kPitch + n] = sums[4 * j + i];
     }
   }
-  cluster_barrier(places.cluster);
+  cluster_barrier(places.cluster());
   const int64_t n = row + lane * 4;
   float bias[4] = {};
   const int there = int(::max(int64_t(0), ::min(call.weight.rows - n, int64_t(4))));
@@ -244,14 +287,14 @@ __global__ void __launch_bounds__(many_rows::kThreads, 1)
   }
   const bool even =
       call.weight.rows % 4 == 0 && reinterpret_cast<uintptr_t>(call.out.data) % 8 == 0;
-  for (int m = int(rank) * kGroups * kGroupWarps + warp; m < kColumns;
-       m += kGroups * kGroupWarps * places.cluster) {
+  for (int m = split * kGroups * kGroupWarps + warp; m < kColumns;
+       m += kGroups * kGroupWarps * places.splits) {
     if (column + m >= call.rows) break;
     float total[4];
-    for (int other = 0; other < places.cluster; ++other) {
+    for (int other = 0; other < places.splits; ++other) {
       float4 four;
       unsigned at = shared_address(near + m * kPitch + lane * 4);
-      if (places.cluster > 1) {
+      if (places.splits > 1) {
         asm volatile("mapa.shared::cluster.u32 %0, %0, %1;" : "+r"(at) : "r"(other));
       }
       asm volatile("ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [%4];"
@@ -272,7 +315,7 @@ __global__ void __launch_bounds__(many_rows::kThreads, 1)
       for (int i = 0; i < there; ++i) out[i] = narrow<T>(total[i] + bias[i]);
     }
   }
-  cluster_barrier_after_reading(places.cluster);  // whose shared memory is read from here
+  cluster_barrier_after_reading(places.cluster());  // whose shared memory is read from here
 #endif
 }
 
@@ -282,16 +325,18 @@ template <int kColumns>
 many_rows::Places places_of(const ManyRows& call, const Device& device) {
   using namespace many_rows;
   const PackedWeight& weight = call.weight;
-  constexpr int kLeastLines = 4, kMostCluster = 4;
+  constexpr int kLeastLines = 4, kMostSplits = 4;
   Places places = {};
   places.lines = int(weight.row_bytes / kLineBytes);
   places.column_tiles = int(ceil_div(call.rows, int64_t(kColumns)));
-  const int64_t tiles = ceil_div(weight.rows, int64_t(kBlockRows)) * places.column_tiles;
-  places.cluster = 1;
-  while (places.cluster < kMostCluster && 2 * places.cluster * tiles <= device.processors &&
-         2 * places.cluster * kLeastLines <= places.lines) {
-    places.cluster *= 2;
+  const int64_t row_tiles = ceil_div(weight.rows, int64_t(kBlockRows));
+  const int64_t tiles = row_tiles * places.column_tiles;
+  places.splits = places.sharing = 1;
+  while (places.splits < kMostSplits && 2 * places.splits * tiles <= device.processors &&
+         2 * places.splits * kLeastLines <= places.lines) {
+    places.splits *= 2;
   }
+  if (places.splits == 1 && row_tiles > 1) places.sharing = 2;
   places.scale_bytes = std::max(call.scales.line_parts, 1) * kBlockRows * int(sizeof(float));
   const int kinds = weight.offsets == nullptr ? 1 : 2;
   const int64_t stage = kBlockRows * kLineBytes + kinds * places.scale_bytes;
@@ -303,7 +348,7 @@ many_rows::Places places_of(const ManyRows& call, const Device& device) {
 }
 
 template <class T, int kColumns>
-bool make_maps(many_rows::Maps& maps, const ManyRows& call) {
+bool make_maps(many_rows::Maps& maps, const many_rows::Places& places, const ManyRows& call) {
   using namespace many_rows;
   const PackedWeight& weight = call.weight;
   const Matrix codes{weight.codes, weight.rows, weight.row_bytes, weight.row_bytes, 1};
@@ -315,7 +360,8 @@ bool make_maps(many_rows::Maps& maps, const ManyRows& call) {
                          std::max(call.scales.line_parts, 1), kBlockRows);
   };
   return fits_tma_tiles(codes) && fits_tma_tiles(x) &&
-         make_map(maps.weight, codes, kBlockRows, 1) && make_map(maps.x, x, kColumns, 1) &&
+         make_map(maps.weight, codes, kBlockRows, 1) &&
+         make_map(maps.x, x, kColumns / places.sharing, 1) &&
          of_scales(maps.scales, weight.scales) && of_scales(maps.offsets, weight.offsets);
 }
 
@@ -328,13 +374,14 @@ bool launch_many_rows(const ManyRows& call, const Device& device, cudaStream_t s
                                                      : &many_rows_kernel<T, kBits, kColumns, true>;
   const Places places = places_of<kColumns>(call, device);
   many_rows::Maps maps = {};
-  if (!can_chain(kernel, op) || !make_maps<T, kColumns>(maps, call)) return false;
+  if (!can_chain(kernel, op) || !make_maps<T, kColumns>(maps, places, call)) return false;
   const int64_t pipeline = int64_t(places.x_stages) * kXStageBytes<kColumns> +
                            int64_t(kWeightStages) * places.weight_stage_bytes;
   const int64_t sums = int64_t(kColumns) * kPitch * int64_t(sizeof(float));
-  const int64_t blocks = ceil_div(call.weight.rows, int64_t(kBlockRows)) * places.column_tiles;
-  const Launch how{unsigned(blocks * places.cluster), kThreads,
-                   std::max(pipeline, sums) + kTmaTileAlignment, places.cluster, false};
+  const int64_t clusters =
+      ceil_div(call.weight.rows, int64_t(kBlockRows * places.sharing)) * places.column_tiles;
+  const Launch how{unsigned(clusters * places.cluster()), kThreads,
+                   std::max(pipeline, sums) + kTmaTileAlignment, places.cluster(), false};
   launch_kernel(kernel, how, stream, op, call, places, maps);
   return true;
 }

@@ -24,6 +24,8 @@ class WarpgroupProducts {
   __device__ WarpgroupProducts(const CodesCall& call, const Geometry& geometry,
                                const WeightRows& rows, int first_row)
       : scales_(call.scales, geometry, rows, first_row, kStep),
+        turns_(int(threadIdx.x) / kWarp / kGroupWarps,
+               geometry.groups * geometry.warps == 2 * kGroupWarps),
         x_place_(unsigned(geometry.x_place)) {
     const int lane = threadIdx.x % kWarp;
 #pragma unroll
@@ -67,7 +69,6 @@ class WarpgroupProducts {
     constexpr int kPartUnits = kUnitsOfPart < kMostUnits ? kUnitsOfPart : kMostUnits;
     constexpr int kPart = kPartUnits * kBlocksOfUnit, kBatch = kPart < 4 ? kPart : 4;
     constexpr int kOfPart = kPart / kBatch, kParts = kUnitsOfLine / kPartUnits;
-    static_assert(kParts * kTiles % 2 == 0);
     const unsigned near = shared_address(stage);
     unsigned of_part = scales_.of_line(near, 0, number);
     const uint64_t x = tma_tile_factors(near + x_place_);
@@ -88,6 +89,7 @@ class WarpgroupProducts {
         for (int i = 0; i < kBatch; ++i) {
           make_tile(tiles_[set][i], words, unit % 2 * (kPartUnits == 1), of_part_now * kBatch + i);
         }
+        turns_.wait();
         begin_products();
 #pragma unroll
         for (int i = 0; i < kBatch; ++i) {
@@ -98,17 +100,26 @@ class WarpgroupProducts {
                            of_part_now > 0 || i > 0);
         }
         end_batch();
+        turns_.pass();
         wait_for_batches<1>();
-        if (of_part_now == 0) end_part((job + kTiles * kParts - 1) % kTiles, 1 - turn);
+        if (of_part_now == 0 && (job > 0 || kDefers<kUnitsOfPart>)) {
+          end_part((job + kTiles * kParts - 1) % kTiles, 1 - turn);
+        }
       }
       scales_.load(scale_[turn], of_part, tile);
       if (tile == kTiles - 1 && kUnitsOfPart < kUnitsOfLine) of_part = scales_.next_part(of_part);
     }
     wait_for_batches<0>();
+    if (!kDefers<kUnitsOfPart>) end_part(kTiles - 1, 0);
   }
 
-  // Ends the last part.
-  __device__ void end() { end_part(kTiles - 1, 1); }
+  // After the last line of a split-K part.
+  template <int kUnitsOfPart>
+  __device__ void end() {
+    if (kDefers<kUnitsOfPart>) end_part(kTiles - 1, 1);
+  }
+  // After the last line of all.
+  __device__ void end_turns() const { turns_.end(); }
 
  private:
   static constexpr int kBlocksOfUnit = 8 / kBits;  // of 16 products each
@@ -116,6 +127,11 @@ class WarpgroupProducts {
   static constexpr int kBlocksOfXLine = 4;
   // As of CodeProducts: units that are added up before they become part of the totals.
   static constexpr int kMostUnits = kBits == 4 ? 4 : 8;
+  // Whether the last part of a line ends while the next line's first batch is multiplied: then it
+  // has the second set of sums.
+  template <int kUnitsOfPart>
+  static constexpr bool kDefers =
+      kUnitsOfLine / (kUnitsOfPart < kMostUnits ? kUnitsOfPart : kMostUnits) * kTiles % 2 == 0;
 
   // Of block number i of a part, from the words of its units two by two.
   template <int kPairs>
@@ -137,6 +153,7 @@ class WarpgroupProducts {
   }
 
   const ScalePlaces<kTiles> scales_;
+  const Turns turns_;
   const unsigned x_place_;
   unsigned weight_places_[kTiles];
   float totals_[kTiles][kSums], sums_[2][kSums], scale_[2][2];

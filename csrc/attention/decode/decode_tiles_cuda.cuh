@@ -5,9 +5,6 @@
 #include "common/cuda/tma_tiles.cuh"
 #include "attention/cache/paged_kv.h"
 
-#ifndef DSX_PROMOTION
-#define DSX_PROMOTION CU_TENSOR_MAP_L2_PROMOTION_NONE
-#endif
 namespace dsx::cuda {
 
 // Where piece number `piece` of 16 bytes of a row of a tile is, in 16 bytes: so the same piece of
@@ -96,7 +93,7 @@ inline bool make_map(CUtensorMap& map, const PagedKv& kv, const void* data, int 
       element_bytes == 1 ? CU_TENSOR_MAP_DATA_TYPE_UINT8 : CU_TENSOR_MAP_DATA_TYPE_UINT16;
   const auto swizzle = row_bytes == 128 ? CU_TENSOR_MAP_SWIZZLE_128B : CU_TENSOR_MAP_SWIZZLE_64B;
   return encode(&map, type, 4, const_cast<void*>(data), sizes, distances, tile, steps,
-                CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle, DSX_PROMOTION,
+                CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle, CU_TENSOR_MAP_L2_PROMOTION_NONE,
                 CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
 }
 

@@ -183,6 +183,36 @@ __device__ inline void begin_product(float (&c)[kSums], uint64_t a, uint64_t b, 
 #undef DSX_MULTIPLY_SHARED_64
 #undef DSX_MULTIPLY_SHARED_128
 
+// Two groups of a block multiply in turns: a warp is kept at a product from registers until the one
+// before it has begun, and two groups that begin together would make their numbers together, too,
+// while tensor cores have nothing to do. Both take as many turns; a group alone needs none.
+class Turns {
+ public:
+  __device__ Turns(int group, bool two) : mine_(kFirst + group), two_(two) {
+    if (two_ && group == 1) give(kFirst);
+  }
+  __device__ void wait() const {
+    if (two_) asm volatile("bar.sync %0, %1;" ::"r"(mine_), "n"(kThreads) : "memory");
+  }
+  __device__ void pass() const {
+    if (two_) give(2 * kFirst + 1 - mine_);
+  }
+  // Nobody waits any more.
+  __device__ void end() const {
+    if (mine_ == kFirst) wait();
+  }
+
+ private:
+  static constexpr int kFirst = 2, kThreads = 2 * kGroupWarps * 32;  // barriers of the block
+
+  __device__ static void give(int barrier) {
+    asm volatile("bar.arrive %0, %1;" ::"r"(barrier), "n"(kThreads) : "memory");
+  }
+
+  const int mine_;
+  const bool two_;
+};
+
 // How many registers each thread of the group has from here on: a multiple of 8. All groups of a
 // block that has as many as its threads can begin with say so.
 template <int kRegisters>
