@@ -75,10 +75,10 @@ __device__ void multiply(Products& products, const Geometry& geometry, int first
 
 // The same where warps multiply together, line by line.
 template <class Products>
-__device__ __forceinline__ void multiply_together(
-    Products& products, const Geometry& geometry, int first, const char* pipeline, Barrier* here,
-    Barrier* read, float (&totals)[Products::kTiles][Products::kSums]) {
-  Pairwise<Products::kSums, true> pairwise[Products::kTiles];
+__device__ __forceinline__ void multiply_together(Products& products, const Geometry& geometry,
+                                                  int first, const char* pipeline, Barrier* here,
+                                                  Barrier* read, float (&totals)[Products::kSums]) {
+  Pairwise<Products::kSums, true> pairwise;
   products.with_part_units([&](auto units) {
     Cursor at{0, 0};
     int number = first;
@@ -94,11 +94,8 @@ __device__ __forceinline__ void multiply_together(
         at.advance(geometry);
       }
       products.template end<decltype(units)::value>();
-#pragma unroll
-      for (int tile = 0; tile < Products::kTiles; ++tile) {
-        products.copy_sums(tile, totals[tile]);
-        pairwise[tile].add(totals[tile]);
-      }
+      products.copy_sums(totals);
+      pairwise.add(totals);
     }
     products.end_turns();
   });
@@ -123,7 +120,6 @@ __global__ void __launch_bounds__(kFewRowsThreads<Kind, kColumnTiles>,
   using T = typename Kind::T;
   using Products = typename Kind::template Products<kColumnTiles>;
   constexpr bool kTogether = Kind::kTogether > 1;
-  constexpr int kTiles = kTogether ? Kind::kTogether / kGroupWarps : 1;
   extern __shared__ __align__(16) char shared[];
   __shared__ Barrier here[kMostStages], read[kMostStages];
   __shared__ float inverses[kMostRows];
@@ -131,7 +127,7 @@ __global__ void __launch_bounds__(kFewRowsThreads<Kind, kColumnTiles>,
       ceil_div(reinterpret_cast<uintptr_t>(shared), uintptr_t(kTmaTileAlignment)) *
       kTmaTileAlignment);
   const int rank = geometry.cluster > 1 ? int(rank_in_cluster()) : 0;
-  const int warp = int(threadIdx.x) / kWarp, multiplying = geometry.groups * geometry.warps;
+  const int warp = int(threadIdx.x) / kWarp, multiplying = geometry.groups * geometry.tiles;
   const Share share{0, 0, int(call.rows)};
   const WeightRows rows(call, geometry, share, blockIdx.x >> geometry.cluster / 2);  // 1, 2 or 4
 
@@ -162,15 +158,11 @@ __global__ void __launch_bounds__(kFewRowsThreads<Kind, kColumnTiles>,
   }
   if (kTogether) take_registers<kMultiplyingRegisters>();
   const int group = geometry.group_of(warp);
-  const int number = warp - group * geometry.warps;  // in its group
-  const int first_row =
-      kTiles == 1 ? number * kTileRows
-                  : (number / kGroupWarps * Kind::kTogether + number % kGroupWarps) * kTileRows;
+  const int first_row = (warp - group * geometry.tiles) * kTileRows;
   const Sums sums(pipeline, share, geometry);
   Finisher<T> finisher(call, geometry, rows, sums, rank);
-  const int split = rank * geometry.groups + group;
-  const Sender sender(sums, geometry, rows, split, first_row);
-  float totals[kTiles][Products::kSums];
+  const Sender sender(sums, geometry, rows, rank * geometry.groups + group, first_row);
+  float totals[Products::kSums];
   if (!copying) {
     if (call.squares.is_present() && call.inverses == nullptr) {  // while data is on its way
       wait_for_previous();
@@ -184,17 +176,12 @@ __global__ void __launch_bounds__(kFewRowsThreads<Kind, kColumnTiles>,
       multiply_together(products, geometry, first, of_group, here, read, totals);
     } else {
       Cursor at{0, 0};
-      multiply(products, geometry, first, of_group, here, read, at, totals[0]);
+      multiply(products, geometry, first, of_group, here, read, at, totals);
     }
     wait_for_previous();
   }
   cluster_barrier_after_reading(geometry.cluster);  // no stage is needed any more, in any block
-  if (!copying) sender.send(totals[0]);
-#pragma unroll
-  for (int tile = 1; tile < kTiles; ++tile) {
-    const int row = first_row + tile * kGroupWarps * kTileRows;
-    if (!copying) Sender(sums, geometry, rows, split, row).send(totals[tile]);
-  }
+  if (!copying) sender.send(totals);
   cluster_barrier(geometry.cluster);
   finisher.finish(call.inverses == nullptr ? inverses : call.inverses);
 }
@@ -224,8 +211,7 @@ void divide(Geometry& geometry, const typename Kind::Call& call, const Device& d
             bool chained) {
   const int64_t tiles = ceil_div(call.weight_rows(), kTileRows);
   const auto are_few = [&](int64_t blocks) { return 10 * blocks < 9 * device.processors; };
-  constexpr int kStep = Kind::kTogether, kOfWarp = kStep > 1 ? kStep / kGroupWarps : 1;
-  constexpr int kMost = Kind::template kMostWarps<kColumnTiles> * kOfWarp;
+  constexpr int kMost = Kind::template kMostWarps<kColumnTiles>, kStep = Kind::kTogether;
   const auto tiles_beside = [&](int groups) {
     return tiles_of_cluster(tiles, kStep, kMost / groups, geometry.cluster, device.processors);
   };
@@ -240,7 +226,6 @@ void divide(Geometry& geometry, const typename Kind::Call& call, const Device& d
     while (2 * geometry.groups <= k_parts && 2 * geometry.groups * geometry.tiles <= kMost) {
       geometry.groups *= 2;
     }
-    geometry.warps = geometry.tiles / kOfWarp;
     return;
   }
   const int most_split = Kind::template Products<kColumnTiles>::kInOrder ? 1 : kSplitKParts;
@@ -259,7 +244,7 @@ void divide(Geometry& geometry, const typename Kind::Call& call, const Device& d
     geometry.cluster *= 2;
   }
   geometry.groups = split / geometry.cluster;
-  geometry.tiles = geometry.warps = tiles_beside(geometry.groups);
+  geometry.tiles = tiles_beside(geometry.groups);
 }
 
 // What follows from how warps are divided.
@@ -316,8 +301,10 @@ void set_stages(Geometry& geometry, const Device& device, int64_t blocks) {
   geometry.stages = std::clamp(all, 1, fitting);
   // What is asked for too long before it is read is thrown out of the cache again. While codes are
   // worked on memory has time for more, unless all split-K parts are asked for at once.
-  const bool is_small = blocks * all * geometry.stage_bytes <= kAskedOf;
-  const bool more = Kind::kScaled && geometry.group_k_parts > 1;
+  constexpr bool kTogether = Kind::kTogether > 1;  // beside many rows of x, which nobody asks for
+  const int bytes = kTogether ? geometry.groups * geometry.x_place : geometry.stage_bytes;
+  const bool is_small = blocks * all * bytes <= kAskedOf;
+  const bool more = Kind::kScaled && !kTogether && geometry.group_k_parts > 1;
   geometry.asked = is_small ? std::min(geometry.k_part_steps, all / (more ? 8 : 16)) : 0;
 }
 

@@ -105,7 +105,7 @@ __global__ void __launch_bounds__(kGroupedThreads, kBlocksAtOnce)
       ceil_div(reinterpret_cast<uintptr_t>(shared), uintptr_t(kTmaTileAlignment)) *
       kTmaTileAlignment);
   char* const of_sums = pipeline + geometry.stages * geometry.stage_bytes;
-  const int warp = int(threadIdx.x) / kWarp, multiplying = geometry.groups * geometry.warps;
+  const int warp = int(threadIdx.x) / kWarp, multiplying = geometry.groups * geometry.tiles;
 
   let_next_begin();
   if (threadIdx.x == 0) {
@@ -169,7 +169,7 @@ void divide_groups(Geometry& geometry, const typename Kind::Call& call, int64_t 
       if (time > least) continue;
       least = time;
       geometry.groups = groups;
-      geometry.tiles = geometry.warps = each;
+      geometry.tiles = each;
     }
   }
 }

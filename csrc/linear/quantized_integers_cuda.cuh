@@ -160,7 +160,7 @@ class IntegerTiles {
   }
 
   const IntegersCall& call_;
-  const ScalePlaces<> scales_;
+  const ScalePlaces scales_;
   const FactorPlaces<kColumnTiles> factors_;
   const unsigned weight_step_;  // from line to line
   const int first_x_, rows_of_x_;

@@ -50,10 +50,9 @@ struct AsFloats : ByTensorCores<cuda::CodesCall> {
 template <class T_>
 struct ByWarpgroups : AsFloats<T_, false> {
   using T = T_;
-  static constexpr int kTiles = 1;  // of a warp
   template <int kColumnTiles>
-  using Products = cuda::WarpgroupProducts<T, DSX_BITS, kColumnTiles, kTiles>;
-  static constexpr int kTogether = kTiles * cuda::kGroupWarps;
+  using Products = cuda::WarpgroupProducts<T, DSX_BITS, kColumnTiles>;
+  static constexpr int kTogether = cuda::kGroupWarps;
   template <int kColumnTiles>
   static constexpr int kMostWarps = 8;
 };

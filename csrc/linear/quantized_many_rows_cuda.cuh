@@ -201,7 +201,7 @@ __global__ void __launch_bounds__(many_rows::kThreads, 1)
       unsigned(place_in_tma_tile(first_row + lane % kTileRows, lane / kTileRows));
   const unsigned scale_place = unsigned(kBlockRows * kLineBytes + (first_row + lane / 4) * 4);
   const unsigned xs_at = shared_address(xs), weights_at = shared_address(weights);
-  const int part_units = call.scales.part_units;
+  const int part_shift = 31 - __clz(call.scales.part_units);  // of units, to their part
   const Turns turns(warp / kGroupWarps, true);
   uint32_t factors[2][kBlocks][4];
   int weight_stage = 0, weight_phase = 0, x_stage = 0, x_phase = 0, x_before = 0;
@@ -221,7 +221,7 @@ __global__ void __launch_bounds__(many_rows::kThreads, 1)
 #pragma unroll
         for (int k = 0; k < 2; ++k) {
           const unsigned at =
-              near + scale_place + unsigned((unit + k) / part_units * kBlockRows * 4);
+              near + scale_place + unsigned(((unit + k) >> part_shift) * kBlockRows * 4);
           const float scale[2] = {load_shared(at), load_shared(at + 8 * 4)};
           float offset[2] = {};
           if (kAsymmetric) {
@@ -256,8 +256,8 @@ __global__ void __launch_bounds__(many_rows::kThreads, 1)
         wait_for_batches<0>();
       }
       if (lane < places.sharing) {
-        if (i > 0) arrive_in_cluster(x_read + x_before, lane);
-        if (i + 1 == kXLines) arrive_in_cluster(x_read + x_stage, lane);
+        if (i > 0) arrive_in_cluster(x_read + x_before, split + lane);
+        if (i + 1 == kXLines) arrive_in_cluster(x_read + x_stage, split + lane);
       }
       x_before = x_stage;
       if (++x_stage == places.x_stages) x_stage = 0, x_phase ^= 1;

@@ -84,20 +84,19 @@ struct CodesCall : QuantizedLinear {
 };
 
 // Where a lane finds the scales, or offsets, of its two rows of a tile in the part of a stage that
-// has them. Of several tiles each begins `step` rows further down than the one before.
-template <int kTiles = 1>
+// has them.
 class ScalePlaces {
  public:
   __device__ ScalePlaces(const Scales& scales, const Geometry& geometry, const WeightRows& rows,
-                         int first_row, int step = 0)
+                         int first_row)
       : scales_(scales), columns_(rows.columns) {
     offsets_ = unsigned(rows.parts * geometry.scale_step);
 #pragma unroll
-    for (int i = 0; i < 2 * kTiles; ++i) {
-      const int row = first_row + i / 2 * step + int(threadIdx.x) % kWarp / 4 + 8 * (i % 2);
+    for (int half = 0; half < 2; ++half) {
+      const int row = first_row + int(threadIdx.x) % kWarp / 4 + 8 * half;
       const int part = row >= rows.columns;
-      places_[i] = unsigned(geometry.scale_place + part * geometry.scale_step +
-                            (row - part * rows.columns) * int(sizeof(float)));
+      places_[half] = unsigned(geometry.scale_place + part * geometry.scale_step +
+                               (row - part * rows.columns) * int(sizeof(float)));
     }
   }
 
@@ -114,11 +113,9 @@ class ScalePlaces {
   __device__ unsigned next_part(unsigned of_part) const {
     return of_part + unsigned(columns_ * int(sizeof(float)));
   }
-  __device__ void load(float (&scales)[2], unsigned of_part, int tile = 0) const {
+  __device__ void load(float (&scales)[2], unsigned of_part) const {
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      scales[half] = load_shared(of_part + places_[2 * tile + half]);
-    }
+    for (int half = 0; half < 2; ++half) scales[half] = load_shared(of_part + places_[half]);
   }
   __device__ void load_offsets(float (&offsets)[2], unsigned of_part) const {
     load(offsets, of_part + offsets_);
@@ -127,7 +124,7 @@ class ScalePlaces {
  private:
   const Scales& scales_;
   const int columns_;
-  unsigned offsets_, places_[2 * kTiles];
+  unsigned offsets_, places_[2];
 };
 
 // Where a lane finds what tensor cores multiply of x: blocks of 32 bytes of each row, four in a
@@ -329,7 +326,7 @@ class CodeProducts {
     }
   }
 
-  const ScalePlaces<> scales_;
+  const ScalePlaces scales_;
   const FactorPlaces<kColumnTiles> factors_;
   const unsigned weight_step_;  // from line to line
   unsigned weight_place_;

@@ -8,32 +8,27 @@
 
 namespace dsx::cuda {
 
-// Without offsets. A warp has kTiles tiles, each kGroupWarps further down than the one before.
+// Without offsets.
 //
 // Work goes batch by batch: while tensor cores have one, the codes of the next one become numbers,
 // and the sums of the part before it become part of the totals. Parts have two sets of sums in
 // turn, and batches two sets of numbers.
-template <class T, int kBits, int kColumnTiles, int kTiles_>
+template <class T, int kBits, int kColumnTiles>
 class WarpgroupProducts {
  public:
-  static constexpr int kTiles = kTiles_, kStep = kGroupWarps * kTileRows;  // rows
   static constexpr int kSums = kColumnTiles * 4;
   static constexpr bool kInOrder = false;
   static constexpr bool kFillsRegisters = true;
 
   __device__ WarpgroupProducts(const CodesCall& call, const Geometry& geometry,
                                const WeightRows& rows, int first_row)
-      : scales_(call.scales, geometry, rows, first_row, kStep),
+      : scales_(call.scales, geometry, rows, first_row),
         turns_(int(threadIdx.x) / kWarp / kGroupWarps,
-               geometry.groups * geometry.warps == 2 * kGroupWarps),
+               geometry.groups * geometry.tiles == 2 * kGroupWarps),
         x_place_(unsigned(geometry.x_place)) {
     const int lane = threadIdx.x % kWarp;
-#pragma unroll
-    for (int tile = 0; tile < kTiles; ++tile) {
-      const int row = first_row + tile * kStep + lane % kTileRows;
-      weight_places_[tile] =
-          unsigned(place_in_tma_tile(rows.line(geometry, row), lane / kTileRows));
-    }
+    const int line = rows.line(geometry, first_row + lane % kTileRows);
+    weight_place_ = unsigned(place_in_tma_tile(line, lane / kTileRows));
   }
 
   // Calls body with what adds up the products of a line, chosen once: number of units of a part.
@@ -49,21 +44,15 @@ class WarpgroupProducts {
 
   __device__ void clear() {
 #pragma unroll
-    for (int i = 0; i < kSums; ++i) {
-#pragma unroll
-      for (int tile = 0; tile < kTiles; ++tile) totals_[tile][i] = 0;
-      sums_[1][i] = 0;
-    }
+    for (int i = 0; i < kSums; ++i) totals_[i] = sums_[1][i] = 0;
     scale_[1][0] = scale_[1][1] = 0;
   }
-  __device__ void copy_sums(int tile, float (&sums)[kSums]) const {
+  __device__ void copy_sums(float (&sums)[kSums]) const {
 #pragma unroll
-    for (int i = 0; i < kSums; ++i) sums[i] = totals_[tile][i];
+    for (int i = 0; i < kSums; ++i) sums[i] = totals_[i];
   }
 
-  // Begins the products of the line of a stage, which is that number of the weight. Those of the
-  // line before have ended when `ended` is called; the last ones of this one have not when add
-  // returns.
+  // Adds the products of the line of a stage, which is that number of the weight.
   template <int kUnitsOfPart>
   __device__ void add(const char* stage, int number) {
     constexpr int kPartUnits = kUnitsOfPart < kMostUnits ? kUnitsOfPart : kMostUnits;
@@ -74,17 +63,16 @@ class WarpgroupProducts {
     const uint64_t x = tma_tile_factors(near + x_place_);
     uint32_t words[(kPartUnits + 1) / 2][4];
 #pragma unroll
-    for (int job = 0; job < kParts * kTiles; ++job) {
-      const int part = job / kTiles, tile = job % kTiles, turn = job % 2;
-      const int unit = part * kPartUnits;
+    for (int part = 0; part < kParts; ++part) {
+      const int turn = part % 2, unit = part * kPartUnits;
 #pragma unroll
       for (int i = 0; i < (kPartUnits + 1) / 2; ++i) {
         const unsigned place = unsigned((unit / 2 + i) * 2 * kUnitBytes);
-        load_matrices<false>(words[i], near + (weight_places_[tile] ^ place));
+        load_matrices<false>(words[i], near + (weight_place_ ^ place));
       }
 #pragma unroll
       for (int of_part_now = 0; of_part_now < kOfPart; ++of_part_now) {
-        const int batch = job * kOfPart + of_part_now, set = batch % 2;
+        const int set = (part * kOfPart + of_part_now) % 2;
 #pragma unroll
         for (int i = 0; i < kBatch; ++i) {
           make_tile(tiles_[set][i], words, unit % 2 * (kPartUnits == 1), of_part_now * kBatch + i);
@@ -102,21 +90,19 @@ class WarpgroupProducts {
         end_batch();
         turns_.pass();
         wait_for_batches<1>();
-        if (of_part_now == 0 && (job > 0 || kDefers<kUnitsOfPart>)) {
-          end_part((job + kTiles * kParts - 1) % kTiles, 1 - turn);
-        }
+        if (of_part_now == 0 && (part > 0 || kDefers<kUnitsOfPart>)) end_part(1 - turn);
       }
-      scales_.load(scale_[turn], of_part, tile);
-      if (tile == kTiles - 1 && kUnitsOfPart < kUnitsOfLine) of_part = scales_.next_part(of_part);
+      scales_.load(scale_[turn], of_part);
+      if (kUnitsOfPart < kUnitsOfLine) of_part = scales_.next_part(of_part);
     }
-    wait_for_batches<0>();
-    if (!kDefers<kUnitsOfPart>) end_part(kTiles - 1, 0);
+    wait_for_batches<0>();  // the compiler takes no batch that outlasts a loop's round
+    if (!kDefers<kUnitsOfPart>) end_part(0);
   }
 
   // After the last line of a split-K part.
   template <int kUnitsOfPart>
   __device__ void end() {
-    if (kDefers<kUnitsOfPart>) end_part(kTiles - 1, 1);
+    if (kDefers<kUnitsOfPart>) end_part(1);
   }
   // After the last line of all.
   __device__ void end_turns() const { turns_.end(); }
@@ -131,7 +117,7 @@ class WarpgroupProducts {
   // has the second set of sums.
   template <int kUnitsOfPart>
   static constexpr bool kDefers =
-      kUnitsOfLine / (kUnitsOfPart < kMostUnits ? kUnitsOfPart : kMostUnits) * kTiles % 2 == 0;
+      kUnitsOfLine / (kUnitsOfPart < kMostUnits ? kUnitsOfPart : kMostUnits) % 2 == 0;
 
   // Of block number i of a part, from the words of its units two by two.
   template <int kPairs>
@@ -144,19 +130,19 @@ class WarpgroupProducts {
     tile[2] = pair_of<kBits, T>(low, pair + 1), tile[3] = pair_of<kBits, T>(high, pair + 1);
   }
 
-  __device__ void end_part(int tile, int turn) {
+  __device__ void end_part(int turn) {
     use_from_here(sums_[turn]);
 #pragma unroll
     for (int i = 0; i < kSums; ++i) {
-      totals_[tile][i] = __fmaf_rn(scale_[turn][i / 2 % 2], sums_[turn][i], totals_[tile][i]);
+      totals_[i] = __fmaf_rn(scale_[turn][i / 2 % 2], sums_[turn][i], totals_[i]);
     }
   }
 
-  const ScalePlaces<kTiles> scales_;
+  const ScalePlaces scales_;
   const Turns turns_;
   const unsigned x_place_;
-  unsigned weight_places_[kTiles];
-  float totals_[kTiles][kSums], sums_[2][kSums], scale_[2][2];
+  unsigned weight_place_;
+  float totals_[kSums], sums_[2][kSums], scale_[2][2];
   uint32_t tiles_[2][4][4];
 };
 

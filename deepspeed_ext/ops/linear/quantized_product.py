@@ -66,7 +66,7 @@ def _takes_codes(x: Tensor, weight: PackedWeight, bias: Tensor | None) -> bool:
     """Tell whether the kernel takes them: see quantized_many_rows.h; what is wrong others say."""
     if not x.is_cuda or x.dtype == torch.float32 or weight.format == "nf4":
         return False
-    if is_in_forward_mode() or is_in_transform():
+    if not torch.compiler.is_compiling() and (is_in_forward_mode() or is_in_transform()):
         return False
     if bias is not None and bias.requires_grad and torch.is_grad_enabled():
         return False
