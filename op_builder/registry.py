@@ -181,9 +181,11 @@ def _quantized_linear(bits: int) -> FunctionalOp:
         modules=(
             "quantization.packed_weight",
             "linear.quantized_linear",
+            "linear.quantized_product",
             "linear.grouped_quantized_linear",
         ),
         kernels=("linear/quantized_linear", "linear/grouped_quantized"),
+        more_cuda=("linear/quantized_many_rows",),
         defines=(("DSX_BITS", str(bits)),),
         bits="row",
         sanitizer=f"quantized_linear_w{bits}",

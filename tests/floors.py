@@ -249,7 +249,7 @@ ROOMS = {  # inside of a package, likewise; its __init__ may import all
     ),
     "ops/linear": (
         ("few_rows", "norms_around", "self_checks"),
-        ("grouped_products", "grouped_rows", "linear_ops", "loss_by_chunks"),
+        ("grouped_products", "grouped_rows", "linear_ops", "loss_by_chunks", "quantized_product"),
         (
             *("grouped_linear", "grouped_quantized_products", "linear_cross_entropy"),
             *("quantized_linear", "skinny_linear"),

@@ -71,6 +71,7 @@ struct Geometry {
   int cluster;       // blocks that have the same rows of the weight, and as many split-K parts each
   int groups;        // of warps of a block, which have as many of its split-K parts each
   int tiles;         // of rows of the weight: warps of a group
+  int copying;       // warps that do not multiply, of which one copies
   int lines;         // of a split-K part in a step
   int k_part_lines;  // of a split-K part; of the last ones there may be fewer in the rows
   int x_rows;        // near: those of x, and more to a multiple of 8
@@ -92,7 +93,7 @@ struct Geometry {
   int x_place, scale_place, scale_bytes, scale_step, group_bytes, stage_bytes;
 
   DSX_HOST_DEVICE int rows() const { return tiles * kTileRows; }
-  DSX_HOST_DEVICE int threads() const { return (groups * tiles + 1) * kWarp; }
+  DSX_HOST_DEVICE int threads() const { return (groups * tiles + copying) * kWarp; }
   // Both without a division, which takes long: the group of a warp, and i / columns.
   __device__ int group_of(int warp) const {
     return (warp >= tiles) + (warp >= 2 * tiles) + (warp >= 3 * tiles);

@@ -7,6 +7,7 @@
 #include <algorithm>
 
 #include "common/cuda/device.cuh"
+#include "common/cuda/warpgroup_mma.cuh"
 #include "linear/few_rows_sums_cuda.cuh"
 
 namespace dsx::cuda {
@@ -72,8 +73,42 @@ __device__ void multiply(Products& products, const Geometry& geometry, int first
   if constexpr (Products::kInOrder) products.copy_sums(totals);
 }
 
+// The same where warps multiply together, line by line.
+template <class Products>
+__device__ __forceinline__ void multiply_together(Products& products, const Geometry& geometry,
+                                                  int first, const char* pipeline, Barrier* here,
+                                                  Barrier* read, float (&totals)[Products::kSums]) {
+  Pairwise<Products::kSums, true> pairwise;
+  products.with_part_units([&](auto units) {
+    Cursor at{0, 0};
+    int number = first;
+    for (int k_part = 0; k_part < geometry.group_k_parts; ++k_part) {
+      products.clear();
+#pragma unroll 1
+      for (int left = geometry.k_part_lines; left > 0; --left) {
+        const char* const near = pipeline + at.stage * geometry.stage_bytes;
+        wait_for(here + at.stage, at.phase);
+        products.template add<decltype(units)::value>(near, number++);
+        __syncwarp();
+        if (threadIdx.x % kWarp == 0) arrive(read + at.stage);
+        at.advance(geometry);
+      }
+      products.template end<decltype(units)::value>();
+      products.copy_sums(totals);
+      pairwise.add(totals);
+    }
+    products.end_turns();
+  });
+}
+
+// Where warps multiply together, the one that copies has others beside it, whose registers they
+// take.
+template <class Kind>
+constexpr int kCopyingWarps = Kind::kTogether > 1 ? kGroupWarps : 1;
 template <class Kind, int kColumnTiles>
-constexpr int kFewRowsThreads = (Kind::template kMostWarps<kColumnTiles> + 1) * kWarp;
+constexpr int kFewRowsThreads =
+    (Kind::template kMostWarps<kColumnTiles> + kCopyingWarps<Kind>)*kWarp;
+constexpr int kMultiplyingRegisters = 216, kCopyingRegisters = 72;
 
 template <class Kind, int kColumnTiles>
 __global__ void __launch_bounds__(kFewRowsThreads<Kind, kColumnTiles>,
@@ -84,6 +119,7 @@ __global__ void __launch_bounds__(kFewRowsThreads<Kind, kColumnTiles>,
                     const __grid_constant__ Maps<Kind::kScaled> maps) {
   using T = typename Kind::T;
   using Products = typename Kind::template Products<kColumnTiles>;
+  constexpr bool kTogether = Kind::kTogether > 1;
   extern __shared__ __align__(16) char shared[];
   __shared__ Barrier here[kMostStages], read[kMostStages];
   __shared__ float inverses[kMostRows];
@@ -105,8 +141,9 @@ __global__ void __launch_bounds__(kFewRowsThreads<Kind, kColumnTiles>,
   }
   __syncthreads();
 
-  const bool copying = warp == multiplying;
-  if (copying) {  // before all that takes time
+  const bool copying = warp >= multiplying;
+  if (kTogether && copying) give_registers<kCopyingRegisters>();
+  if (copying && warp == multiplying) {  // before all that takes time
     const Copies<Kind> copies(call, geometry, maps, rows, pipeline, here);
     copies.ask_ahead(rank);
     wait_for_previous();
@@ -114,6 +151,12 @@ __global__ void __launch_bounds__(kFewRowsThreads<Kind, kColumnTiles>,
     copy(copies, geometry, rank, read, at);
     __syncwarp();
   }
+  if (kTogether && copying) {  // others finish
+    cluster_barrier_after_reading(geometry.cluster);
+    cluster_barrier(geometry.cluster);
+    return;
+  }
+  if (kTogether) take_registers<kMultiplyingRegisters>();
   const int group = geometry.group_of(warp);
   const int first_row = (warp - group * geometry.tiles) * kTileRows;
   const Sums sums(pipeline, share, geometry);
@@ -128,9 +171,13 @@ __global__ void __launch_bounds__(kFewRowsThreads<Kind, kColumnTiles>,
     Products products(call, geometry, rows, first_row);
     const int first =
         (rank * geometry.groups + group) * geometry.group_k_parts * geometry.k_part_lines;
-    Cursor at{0, 0};
-    multiply(products, geometry, first, pipeline + group * geometry.group_bytes, here, read, at,
-             totals);
+    const char* const of_group = pipeline + group * geometry.group_bytes;
+    if constexpr (kTogether) {
+      multiply_together(products, geometry, first, of_group, here, read, totals);
+    } else {
+      Cursor at{0, 0};
+      multiply(products, geometry, first, of_group, here, read, at, totals);
+    }
     wait_for_previous();
   }
   cluster_barrier_after_reading(geometry.cluster);  // no stage is needed any more, in any block
@@ -169,14 +216,16 @@ void divide(Geometry& geometry, const typename Kind::Call& call, const Device& d
     return tiles_of_cluster(tiles, kStep, kMost / groups, geometry.cluster, device.processors);
   };
   geometry.cluster = geometry.groups = 1;
+  geometry.copying = kCopyingWarps<Kind>;
   if (kStep > 1) {
-    const auto warps = [&] { return geometry.groups * geometry.tiles; };
     while (geometry.cluster < kSplitKParts && are_few(ceil_div(tiles, kStep) * geometry.cluster)) {
       geometry.cluster *= 2;
     }
     geometry.tiles = tiles_beside(1);
     const int k_parts = kSplitKParts / geometry.cluster;
-    while (2 * geometry.groups <= k_parts && 2 * warps() <= kMost) geometry.groups *= 2;
+    while (2 * geometry.groups <= k_parts && 2 * geometry.groups * geometry.tiles <= kMost) {
+      geometry.groups *= 2;
+    }
     return;
   }
   const int most_split = Kind::template Products<kColumnTiles>::kInOrder ? 1 : kSplitKParts;
@@ -220,8 +269,10 @@ void set_places(Geometry& geometry, const typename Kind::Call& call, int finishe
   const int64_t line = kLineBytes / int64_t(sizeof(typename Kind::Weight));
   geometry.k_part_lines =
       int(ceil_div(ceil_div(Kind::weight(call).length, line), int64_t(kSplitKParts)));
-  int lines = geometry.x_rows > 16 ? 2 : 1;
-  while (geometry.rows() * lines * kLineBytes < kCopiedAtOnce<Kind::kScaled>) lines *= 2;
+  int lines = geometry.x_rows > 16 && Kind::kTogether == 1 ? 2 : 1;
+  while (Kind::kTogether == 1 &&
+         geometry.rows() * lines * kLineBytes < kCopiedAtOnce<Kind::kScaled>)
+    lines *= 2;
   while (geometry.k_part_lines % lines != 0) lines /= 2;
   geometry.set_lines(lines);
 }
@@ -230,7 +281,8 @@ template <class Kind, int kColumnTiles>
 Geometry geometry_of(const typename Kind::Call& call, const Device& device, bool chained) {
   Geometry geometry = {};
   divide<Kind, kColumnTiles>(geometry, call, device, chained);
-  set_places<Kind, kColumnTiles>(geometry, call, geometry.threads());
+  const int others = Kind::kTogether > 1 ? geometry.copying * kWarp : 0;  // who finish nothing
+  set_places<Kind, kColumnTiles>(geometry, call, geometry.threads() - others);
   return geometry;
 }
 
@@ -249,9 +301,11 @@ void set_stages(Geometry& geometry, const Device& device, int64_t blocks) {
   geometry.stages = std::clamp(all, 1, fitting);
   // What is asked for too long before it is read is thrown out of the cache again. While codes are
   // worked on memory has time for more, unless all split-K parts are asked for at once.
-  const bool is_small = blocks * all * geometry.stage_bytes <= kAskedOf;
-  const bool more = Kind::kScaled && geometry.group_k_parts > 1;
-  geometry.asked = is_small ? std::min(geometry.k_part_steps, all / (more ? 4 : 16)) : 0;
+  constexpr bool kTogether = Kind::kTogether > 1;  // beside many rows of x, which nobody asks for
+  const int bytes = kTogether ? geometry.groups * geometry.x_place : geometry.stage_bytes;
+  const bool is_small = blocks * all * bytes <= kAskedOf;
+  const bool more = Kind::kScaled && !kTogether && geometry.group_k_parts > 1;
+  geometry.asked = is_small ? std::min(geometry.k_part_steps, all / (more ? 8 : 16)) : 0;
 }
 
 // Whether all that comes near can be copied by the engine; makes maps for it.

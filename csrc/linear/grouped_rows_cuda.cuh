@@ -159,7 +159,7 @@ void divide_groups(Geometry& geometry, const typename Kind::Call& call, int64_t 
   const int64_t tiles = ceil_div(call.weight_rows(), int64_t(kTileRows));
   constexpr int kMostSplit = Kind::template Products<kColumnTiles>::kInOrder ? 1 : kSplitKParts;
   double least = INFINITY;
-  geometry.cluster = 1;
+  geometry.cluster = geometry.copying = 1;
   for (int groups = 1; groups <= kMostSplit; groups *= 2) {
     for (int each = 1; each * groups <= kGroupedWarps; ++each) {
       const int64_t rounds = ceil_div(shares * ceil_div(tiles, int64_t(each)), blocks);

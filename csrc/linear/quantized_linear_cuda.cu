@@ -46,14 +46,12 @@ struct AsFloats : ByTensorCores<cuda::CodesCall> {
   }
 };
 
-// The same, symmetric, with more than 16 rows of x.
+// The same, symmetric, with more than 16 rows of x, on 9.0 alone.
 template <class T_>
 struct ByWarpgroups : AsFloats<T_, false> {
   using T = T_;
   template <int kColumnTiles>
-  using Products =
-      std::conditional_t<cuda::kHasWarpgroups, cuda::WarpgroupProducts<T, DSX_BITS, kColumnTiles>,
-                         cuda::CodeProducts<T, DSX_BITS, kColumnTiles, false>>;
+  using Products = cuda::WarpgroupProducts<T, DSX_BITS, kColumnTiles>;
   static constexpr int kTogether = cuda::kGroupWarps;
   template <int kColumnTiles>
   static constexpr int kMostWarps = 8;
@@ -83,7 +81,10 @@ void launch_tensor_cores(const QuantizedLinear& call, const cuda::Device& device
     constexpr int kTiles = decltype(tiles)::value;
     if (call.weight.offsets == nullptr) {
       if constexpr (kTiles > 2) {
-        if (cuda::launch_few_rows<ByWarpgroups<T>, kTiles>(made, device, stream, kOp)) return;
+        const bool fits = device.major == 9 && device.minor == 0;
+        if (fits && cuda::launch_few_rows<ByWarpgroups<T>, kTiles>(made, device, stream, kOp)) {
+          return;
+        }
       }
       cuda::launch_few_rows<AsFloats<T, false>, kTiles>(made, device, stream, kOp);
     } else {

@@ -6,6 +6,7 @@
 #include "linear/quantized_linear.h"
 #ifdef USE_CUDA
 #include "linear/few_rows_ops_cuda.h"
+#include "linear/quantized_many_rows.h"
 #else
 #include "linear/few_rows_ops_cpu.h"
 #endif
@@ -19,6 +20,8 @@ constexpr const char* kQuantizedLinear =
     DSX_BITS == 4 ? "quantized_linear.w4" : "quantized_linear.w8";
 constexpr const char* kQuantizedLinearNorm =
     DSX_BITS == 4 ? "quantized_linear_norm.w4" : "quantized_linear_norm.w8";
+[[maybe_unused]] constexpr const char* kQuantizedProduct =
+    DSX_BITS == 4 ? "quantized_product.w4" : "quantized_product.w8";
 constexpr const char* kUnpackWeight = DSX_BITS == 4 ? "unpack_weight.w4" : "unpack_weight.w8";
 
 #ifdef USE_CUDA
@@ -34,6 +37,91 @@ void run(const QuantizedLinear& call, int device) {
 void unpack(const PackedWeight& weight, const Rows& out, int device) {
   const OnDevice on(device);
   unpack_weight_cuda(weight, out, on.stream);
+}
+
+// Tensors as the copy engine takes them, which are copied if they are not; keeps the copies.
+class Aligned {
+ public:
+  template <class T>
+  const T* contiguous(const T* data, const TensorView& view) {
+    return fits(data, 0) ? data : static_cast<const T*>(copy(view));
+  }
+  Rows rows(const Rows& rows, const TensorView& view) {
+    const int64_t pitch = rows.pitch * bytes_of(rows.dtype);
+    if (rows.group == 0 && pitch >= 0 && fits(rows.data, pitch)) return rows;
+    return {copy(view), view.sizes[view.dim - 1], rows.dtype};
+  }
+
+ private:
+  static bool fits(const void* data, int64_t pitch) {
+    return (reinterpret_cast<uintptr_t>(data) | uint64_t(pitch)) % kRunBytes == 0;
+  }
+  void* copy(const TensorView& view) {
+    copies_.push_back(contiguous_copy(view));
+    return copies_.back().data_ptr();
+  }
+
+  std::vector<Tensor> copies_;
+};
+
+// As many skinny GEMMs as it takes.
+void run_by_few_rows(const QuantizedManyRows& many, int device) {
+  QuantizedLinear call = {};
+  call.columns = many.weight.rows;
+  call.length = many.weight.length;
+  call.bias = many.bias;
+  call.weight = many.weight;
+  for (int64_t first = 0; first < many.rows; first += kMostRows) {
+    const auto further = [&](Rows rows) {
+      rows.data = static_cast<char*>(rows.data) + first * rows.pitch * bytes_of(rows.dtype);
+      return rows;
+    };
+    call.rows = std::min(kMostRows, many.rows - first);
+    call.x = further(many.x);
+    call.out = further(many.out);
+    run(call, device);
+  }
+}
+
+// What quantized_linear calls for more rows; an error names that.
+Tensor quantized_product(const Tensor& x, const Tensor& codes, const Tensor& scales,
+                         const OptionalTensor& offsets, const OptionalTensor& bias, int64_t format,
+                         int64_t group_size) {
+  constexpr const char* op = "quantized_linear";
+  const TensorView view(x.get()), codes_view(codes.get());
+  const RowShape shape(op, {"x"}, view);
+  RowReader reader(op);
+  QuantizedManyRows call = {};
+  call.rows = shape.rows;
+  call.x = reader.read({"x"}, view);
+  check_device(op, {"codes"}, codes_view, view);
+  PackedWeightReader packed(op, codes_view, format, group_size, shape.length);
+  packed.read_scales(TensorView(scales.get()));
+  packed.read_offsets({"offsets"}, offsets);
+  call.weight = packed.weight;
+  call.bias = reader.read_vector({"bias"}, bias, call.weight.rows, view);
+  check(!call.bias.is_present() || call.bias.dtype == call.x.dtype, op, ": bias is ",
+        call.bias.dtype, ", expected ", call.x.dtype);
+  check(shape.length > 0 && takes_many_rows(call.weight, call.x.dtype), op,
+        ": x, format and group_size are not those of a kernel, expected what it takes");
+  std::vector<int64_t> sizes(view.sizes, view.sizes + view.dim);
+  sizes.back() = call.weight.rows;
+  TensorView out_view = view;  // what the result is like
+  out_view.sizes = sizes.data();
+  out_view.numel = call.rows * call.weight.rows;
+  NewRows out(out_view, call.x.dtype);
+  call.out = out.rows;
+  if (out_view.numel == 0) return std::move(out.tensor);
+  const OnDevice on(view.device_index);
+  Aligned aligned;
+  call.x = aligned.rows(call.x, view);
+  call.weight.codes = aligned.contiguous(call.weight.codes, codes_view);
+  call.weight.scales = aligned.contiguous(call.weight.scales, TensorView(scales.get()));
+  if (offsets) {
+    call.weight.offsets = aligned.contiguous(call.weight.offsets, TensorView(offsets->get()));
+  }
+  if (!quantized_many_rows_cuda(call, on.stream)) run_by_few_rows(call, view.device_index);
+  return std::move(out.tensor);
 }
 #else
 void run(const QuantizedLinear& call, int /*device*/) {
@@ -110,6 +198,9 @@ STABLE_TORCH_LIBRARY_IMPL(deepspeed_ext, DSX_DEVICE, library) {
   library.impl(kQuantizedLinear, &boxed<&quantized_linear>);
   library.impl(kQuantizedLinearNorm, &boxed<&quantized_linear_norm>);
   library.impl(kUnpackWeight, &boxed<&unpack_weight>);
+#ifdef USE_CUDA
+  library.impl(kQuantizedProduct, &boxed<&quantized_product>);
+#endif
 }
 
 }  // namespace dsx

@@ -9,6 +9,10 @@
 namespace dsx::cuda {
 
 // Without offsets.
+//
+// Work goes batch by batch: while tensor cores have one, the codes of the next one become numbers,
+// and the sums of the part before it become part of the totals. Parts have two sets of sums in
+// turn, and batches two sets of numbers.
 template <class T, int kBits, int kColumnTiles>
 class WarpgroupProducts {
  public:
@@ -19,99 +23,127 @@ class WarpgroupProducts {
   __device__ WarpgroupProducts(const CodesCall& call, const Geometry& geometry,
                                const WeightRows& rows, int first_row)
       : scales_(call.scales, geometry, rows, first_row),
-        weight_step_(unsigned(rows.columns * kLineBytes)),
+        turns_(int(threadIdx.x) / kWarp / kGroupWarps,
+               geometry.groups * geometry.tiles == 2 * kGroupWarps),
         x_place_(unsigned(geometry.x_place)) {
     const int lane = threadIdx.x % kWarp;
     const int line = rows.line(geometry, first_row + lane % kTileRows);
     weight_place_ = unsigned(place_in_tma_tile(line, lane / kTileRows));
-    clear();
+  }
+
+  // Calls body with what adds up the products of a line, chosen once: number of units of a part.
+  template <class Body>
+  __device__ void with_part_units(const Body& body) {
+    switch (scales_.units()) {
+      case 1: return body(std::integral_constant<int, 1>{});
+      case 2: return body(std::integral_constant<int, 2>{});
+      case 4: return body(std::integral_constant<int, 4>{});
+      default: return body(std::integral_constant<int, kUnitsOfLine>{});
+    }
   }
 
   __device__ void clear() {
 #pragma unroll
-    for (float& total : totals_) total = 0;
+    for (int i = 0; i < kSums; ++i) totals_[i] = sums_[1][i] = 0;
+    scale_[1][0] = scale_[1][1] = 0;
   }
   __device__ void copy_sums(float (&sums)[kSums]) const {
 #pragma unroll
     for (int i = 0; i < kSums; ++i) sums[i] = totals_[i];
   }
 
-  // Adds the products of line l of a stage, which is that number of the weight.
-  __device__ void add(const char* stage, int l, int number) {
+  // Adds the products of the line of a stage, which is that number of the weight.
+  template <int kUnitsOfPart>
+  __device__ void add(const char* stage, int number) {
+    constexpr int kPartUnits = kUnitsOfPart < kMostUnits ? kUnitsOfPart : kMostUnits;
+    constexpr int kPart = kPartUnits * kBlocksOfUnit, kBatch = kPart < 4 ? kPart : 4;
+    constexpr int kOfPart = kPart / kBatch, kParts = kUnitsOfLine / kPartUnits;
     const unsigned near = shared_address(stage);
-    const unsigned of_line = scales_.of_line(near, l, number);
-    switch (scales_.units()) {
-      case 1: return add<1>(near, l, of_line, true);
-      case 2: return add<2>(near, l, of_line, true);
-      case 4: return add<4>(near, l, of_line, true);
-      default: return add<kMostUnits>(near, l, of_line, false);
+    unsigned of_part = scales_.of_line(near, 0, number);
+    const uint64_t x = tma_tile_factors(near + x_place_);
+    uint32_t words[(kPartUnits + 1) / 2][4];
+#pragma unroll
+    for (int part = 0; part < kParts; ++part) {
+      const int turn = part % 2, unit = part * kPartUnits;
+#pragma unroll
+      for (int i = 0; i < (kPartUnits + 1) / 2; ++i) {
+        const unsigned place = unsigned((unit / 2 + i) * 2 * kUnitBytes);
+        load_matrices<false>(words[i], near + (weight_place_ ^ place));
+      }
+#pragma unroll
+      for (int of_part_now = 0; of_part_now < kOfPart; ++of_part_now) {
+        const int set = (part * kOfPart + of_part_now) % 2;
+#pragma unroll
+        for (int i = 0; i < kBatch; ++i) {
+          make_tile(tiles_[set][i], words, unit % 2 * (kPartUnits == 1), of_part_now * kBatch + i);
+        }
+        turns_.wait();
+        begin_products();
+#pragma unroll
+        for (int i = 0; i < kBatch; ++i) {
+          const int block = part * kPart + of_part_now * kBatch + i;
+          const unsigned place = unsigned(block / kBlocksOfXLine) * kXStep +
+                                 unsigned(block % kBlocksOfXLine * 2 * kUnitBytes);
+          begin_product<T>(sums_[turn], tiles_[set][i], further(x, place),
+                           of_part_now > 0 || i > 0);
+        }
+        end_batch();
+        turns_.pass();
+        wait_for_batches<1>();
+        if (of_part_now == 0 && (part > 0 || kDefers<kUnitsOfPart>)) end_part(1 - turn);
+      }
+      scales_.load(scale_[turn], of_part);
+      if (kUnitsOfPart < kUnitsOfLine) of_part = scales_.next_part(of_part);
     }
+    wait_for_batches<0>();  // the compiler takes no batch that outlasts a loop's round
+    if (!kDefers<kUnitsOfPart>) end_part(0);
   }
+
+  // After the last line of a split-K part.
+  template <int kUnitsOfPart>
+  __device__ void end() {
+    if (kDefers<kUnitsOfPart>) end_part(1);
+  }
+  // After the last line of all.
+  __device__ void end_turns() const { turns_.end(); }
 
  private:
   static constexpr int kBlocksOfUnit = 8 / kBits;  // of 16 products each
-  static constexpr int kXLines = 16 / kBits;
   static constexpr unsigned kXStep = kColumnTiles * kColumnTile * kLineBytes;
-  static constexpr int kBlocks = kUnitsOfLine * kBlocksOfUnit, kBlocksOfXLine = 4;
+  static constexpr int kBlocksOfXLine = 4;
   // As of CodeProducts: units that are added up before they become part of the totals.
   static constexpr int kMostUnits = kBits == 4 ? 4 : 8;
+  // Whether the last part of a line ends while the next line's first batch is multiplied: then it
+  // has the second set of sums.
+  template <int kUnitsOfPart>
+  static constexpr bool kDefers =
+      kUnitsOfLine / (kUnitsOfPart < kMostUnits ? kUnitsOfPart : kMostUnits) % 2 == 0;
 
-  // Batch by batch: while one is multiplied, the codes of the next one become numbers.
-  template <int kPartUnits>
-  __device__ void add(unsigned near, int l, unsigned of_part, bool own_scale) {
-    constexpr int kPart = kPartUnits * kBlocksOfUnit, kBatch = kPart < 4 ? kPart : 4;
-    constexpr int kBatches = kBlocks / kBatch, kOfPart = kPart / kBatch;
-    const unsigned weight = near + unsigned(l) * weight_step_;
-    const uint64_t x = tma_tile_factors(near + x_place_ + unsigned(l * kXLines) * kXStep);
-    uint32_t words[kUnitsOfLine / 2][4], tiles[2][kBatch][4];
-#pragma unroll
-    for (int i = 0; i < kUnitsOfLine / 2; ++i) {
-      load_matrices<false>(words[i], weight + (weight_place_ ^ unsigned(2 * i * kUnitBytes)));
-    }
-    float sums[kSums], scale[2];
-#pragma unroll
-    for (int batch = 0; batch < kBatches; ++batch) {
-      if (batch > 1) wait_for_batches<1>();  // it reads the registers that are to be written
-#pragma unroll
-      for (int i = 0; i < kBatch; ++i) make_tile(tiles[batch % 2][i], words, batch * kBatch + i);
-      if (batch % kOfPart == 0) {
-        if (batch > 0) end_part(sums, scale);
-        scales_.load(scale, of_part);
-        if (own_scale) of_part = scales_.next_part(of_part);
-      }
-      begin_products();
-#pragma unroll
-      for (int i = 0; i < kBatch; ++i) {
-        const int block = batch * kBatch + i;
-        const unsigned place = unsigned(block / kBlocksOfXLine) * kXStep +
-                               unsigned(block % kBlocksOfXLine * 2 * kUnitBytes);
-        begin_product<T>(sums, tiles[batch % 2][i], further(x, place), block % kPart != 0);
-      }
-      end_batch();
-    }
-    end_part(sums, scale);
-  }
-
-  // Of block number i of a line, from the words of its units two by two.
-  __device__ static void make_tile(uint32_t (&tile)[4],
-                                   const uint32_t (&words)[kUnitsOfLine / 2][4], int i) {
-    const int unit = i / kBlocksOfUnit, pair = i % kBlocksOfUnit * 2;
+  // Of block number i of a part, from the words of its units two by two.
+  template <int kPairs>
+  __device__ static void make_tile(uint32_t (&tile)[4], const uint32_t (&words)[kPairs][4], int odd,
+                                   int i) {
+    const int unit = i / kBlocksOfUnit + odd, pair = i % kBlocksOfUnit * 2;
     const uint32_t (&of_unit)[4] = words[unit / 2];
     const uint32_t low = of_unit[unit % 2 * 2], high = of_unit[unit % 2 * 2 + 1];
     tile[0] = pair_of<kBits, T>(low, pair), tile[1] = pair_of<kBits, T>(high, pair);
     tile[2] = pair_of<kBits, T>(low, pair + 1), tile[3] = pair_of<kBits, T>(high, pair + 1);
   }
 
-  __device__ void end_part(const float (&sums)[kSums], const float (&scale)[2]) {
-    wait_for_batches<0>();
+  __device__ void end_part(int turn) {
+    use_from_here(sums_[turn]);
 #pragma unroll
-    for (int i = 0; i < kSums; ++i) totals_[i] = __fmaf_rn(scale[i / 2 % 2], sums[i], totals_[i]);
+    for (int i = 0; i < kSums; ++i) {
+      totals_[i] = __fmaf_rn(scale_[turn][i / 2 % 2], sums_[turn][i], totals_[i]);
+    }
   }
 
   const ScalePlaces scales_;
-  const unsigned weight_step_, x_place_;  // the former from line to line
+  const Turns turns_;
+  const unsigned x_place_;
   unsigned weight_place_;
-  float totals_[kSums];
+  float totals_[kSums], sums_[2][kSums], scale_[2][2];
+  uint32_t tiles_[2][4][4];
 };
 
 }  // namespace dsx::cuda

@@ -69,7 +69,8 @@ def _multiply(x: Tensor, codes: Tensor, scales: Tensor, layout: WeightLayout) ->
     if x.numel() == 0 or n == 0:
         return x.new_zeros(*x.shape[:-1], n)
     rows = x.reshape(-1, length)
-    of_x = quantize(F.pad(rows, (0, codes.shape[1] - length)), "fp8_e4m3")
+    padding = codes.shape[1] - length
+    of_x = quantize(F.pad(rows, (0, padding)) if padding else rows, "fp8_e4m3")
     weight = codes.view(layout.code_dtype)
     if x.is_cuda:
         out = float8_matmul(

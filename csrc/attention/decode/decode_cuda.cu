@@ -93,9 +93,11 @@ bool launch_mma(const Device& device, const DecodeAttention& call, const Partial
     constexpr int kWidth = decltype(width)::value;
     const auto kernel = cuda::decode_mma_kernel<Q, DSX_KV, kWidth>;
     const bool much = tasks_of(call, partials) / device.processors >= cuda::kMuch;
-    const auto tiles = cuda::tma_tiles_of<DSX_KV, kWidth>(
-        call.kv,
-        cuda::stages_in<DSX_KV, kWidth>(device, much, cuda::static_shared_bytes(kernel, kOp)));
+    int stages =
+        cuda::stages_in<DSX_KV, kWidth>(device, much, cuda::static_shared_bytes(kernel, kOp));
+    // Of floats more that is on its way at a time comes no faster.
+    if (!DSX_KV::kQuantized) stages = std::min(stages, cuda::kEnough);
+    const auto tiles = cuda::tma_tiles_of<DSX_KV, kWidth>(call.kv, stages);
     launch(kernel, device, cuda::kPipelineThreads,
            cuda::mma_shared_bytes<DSX_KV, kWidth>(tiles.stages), call, partials, stream, tiles);
     return true;

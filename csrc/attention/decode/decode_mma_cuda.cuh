@@ -161,11 +161,11 @@ int static_shared_bytes(void (*kernel)(Parameters...), const char* op) {
   check(cudaFuncGetAttributes(&attributes, kernel), op);
   return int(attributes.sharedSizeBytes);
 }
+constexpr int kEnough = 4;  // stages, for memory to be busy
 // How many stages there is memory for if a block takes so many bytes besides, alone on a processor
 // or, if that leaves enough of them, beside another one.
 template <class Kind, int kWidth>
 int stages_in(const Device& device, bool beside, int besides) {
-  constexpr int kEnough = 4;
   const auto stages = [&](int bytes) {
     const int left = bytes - besides - mma_shared_bytes<Kind, kWidth>(0);
     return std::min(left / bytes_of_stage<Kind, kWidth>(), kMostStages);

@@ -38,7 +38,7 @@ class Scores {
 
   // Adds the products of queries and the keys in stage number k of a page.
   __device__ void add(const Lane& lane, const char* stage, int k, const Queries& queries) {
-    const int column = k / Layout::kTokenTiles, first = k % Layout::kTokenTiles * kMmaTiles;
+    const int column = Layout::column_tile(k), first = Layout::token_tile(k) * kMmaTiles;
 #pragma unroll
     for (int load = 0; load < kLoads; ++load) {
 #pragma unroll

@@ -30,12 +30,12 @@ class ValueSums {
     for_each([](int, float& sum) { sum = 0; });
   }
   // Those of the elements that stage number k of a page has.
-  __device__ OfStage& of_stage(int k) { return sums_[k / Layout::kTokenTiles]; }
+  __device__ OfStage& of_stage(int k) { return sums_[Layout::column_tile(k)]; }
 
   // Adds the values in stage number k, with the weights of its tokens.
   __device__ void add(const Lane& lane, const char* stage, int k,
                       const Scores<Q, Kind, kWidth>& scores) {
-    const int first = k % Layout::kTokenTiles * kMmaTiles;
+    const int first = Layout::token_tile(k) * kMmaTiles;
     OfStage& sums = of_stage(k);
 #pragma unroll
     for (int t = 0; t < kMmaTiles; ++t) {

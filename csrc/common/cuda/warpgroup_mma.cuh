@@ -72,6 +72,12 @@ __device__ inline void use_from_here(float (&registers)[kCount]) {
 #define DSX_NEXT_32                                                                           \
   "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49," \
   " %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
+#define DSX_LAST_64                                                             \
+  "%64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, " \
+  "%79, %80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, " \
+  "%94, %95, %96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, "    \
+  "%107, %108, %109, %110, %111, %112, %113, %114, %115, %116, %117, %118, "    \
+  "%119, %120, %121, %122, %123, %124, %125, %126, %127"
 #define DSX_FACTORS "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b)
 // c [64 x n], from registers, or from shared memory alone.
 #define DSX_MULTIPLY_32(type)                                                    \
@@ -96,6 +102,13 @@ __device__ inline void use_from_here(float (&registers)[kCount]) {
       ", " DSX_NEXT_32 "}, {%64, %65, %66, %67}, %68, p, 1, 1, %70; }"                \
       : DSX_THIRTY_TWO(0), DSX_THIRTY_TWO(32)                                         \
       : DSX_FACTORS, "r"(int(adds)), "n"(int(kTransposed)))
+#define DSX_MULTIPLY_256(type)                                                                \
+  asm volatile(                                                                               \
+      "{ .reg .pred p; setp.ne.b32 p, %133, 0;"                                               \
+      " wgmma.mma_async.sync.aligned.m64n256k16.f32." type "." type " {" DSX_FIRST_32         \
+      ", " DSX_NEXT_32 ", " DSX_LAST_64 "}, {%128, %129, %130, %131}, %132, p, 1, 1, %134; }" \
+      : DSX_THIRTY_TWO(0), DSX_THIRTY_TWO(32), DSX_THIRTY_TWO(64), DSX_THIRTY_TWO(96)         \
+      : DSX_FACTORS, "r"(int(adds)), "n"(int(kTransposed)))
 #define DSX_MULTIPLY_SHARED_64(type)                                                 \
   asm volatile(                                                                      \
       "{ .reg .pred p; setp.ne.b32 p, %34, 0;"                                       \
@@ -117,7 +130,7 @@ __device__ inline void use_from_here(float (&registers)[kCount]) {
 template <class T, bool kTransposed = false, int kSums>
 __device__ inline void begin_product(float (&c)[kSums], const uint32_t (&a)[4], uint64_t b,
                                      bool adds) {
-  static_assert(kSums == 32 || kSums == 64 || (kSums == 16 && !kTransposed));
+  static_assert(kSums == 32 || kSums == 64 || kSums == 128 || (kSums == 16 && !kTransposed));
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
   constexpr bool kBrain = T::kQuietNan == BFloat16::kQuietNan;
   if constexpr (kSums == 16 && kBrain) {
@@ -128,10 +141,14 @@ __device__ inline void begin_product(float (&c)[kSums], const uint32_t (&a)[4], 
     DSX_MULTIPLY_64("bf16");
   } else if constexpr (kSums == 32) {
     DSX_MULTIPLY_64("f16");
-  } else if constexpr (kBrain) {
+  } else if constexpr (kSums == 64 && kBrain) {
     DSX_MULTIPLY_128("bf16");
-  } else {
+  } else if constexpr (kSums == 64) {
     DSX_MULTIPLY_128("f16");
+  } else if constexpr (kBrain) {
+    DSX_MULTIPLY_256("bf16");
+  } else {
+    DSX_MULTIPLY_256("f16");
   }
 #endif
 }
@@ -157,12 +174,44 @@ __device__ inline void begin_product(float (&c)[kSums], uint64_t a, uint64_t b, 
 #undef DSX_THIRTY_TWO
 #undef DSX_FIRST_32
 #undef DSX_NEXT_32
+#undef DSX_LAST_64
 #undef DSX_FACTORS
 #undef DSX_MULTIPLY_32
 #undef DSX_MULTIPLY_64
 #undef DSX_MULTIPLY_128
+#undef DSX_MULTIPLY_256
 #undef DSX_MULTIPLY_SHARED_64
 #undef DSX_MULTIPLY_SHARED_128
+
+// Two groups of a block multiply in turns: a warp is kept at a product from registers until the one
+// before it has begun, and two groups that begin together would make their numbers together, too,
+// while tensor cores have nothing to do. Both take as many turns; a group alone needs none.
+class Turns {
+ public:
+  __device__ Turns(int group, bool two) : mine_(kFirst + group), two_(two) {
+    if (two_ && group == 1) give(kFirst);
+  }
+  __device__ void wait() const {
+    if (two_) asm volatile("bar.sync %0, %1;" ::"r"(mine_), "n"(kThreads) : "memory");
+  }
+  __device__ void pass() const {
+    if (two_) give(2 * kFirst + 1 - mine_);
+  }
+  // Nobody waits any more.
+  __device__ void end() const {
+    if (mine_ == kFirst) wait();
+  }
+
+ private:
+  static constexpr int kFirst = 2, kThreads = 2 * kGroupWarps * 32;  // barriers of the block
+
+  __device__ static void give(int barrier) {
+    asm volatile("bar.arrive %0, %1;" ::"r"(barrier), "n"(kThreads) : "memory");
+  }
+
+  const int mine_;
+  const bool two_;
+};
 
 // How many registers each thread of the group has from here on: a multiple of 8. All groups of a
 // block that has as many as its threads can begin with say so.

@@ -27,6 +27,7 @@ from deepspeed_ext.ops.linear.norms_around import (
     divided_ref,
     next_norm_ref,
 )
+from deepspeed_ext.ops.linear.quantized_product import quantized_product
 from deepspeed_ext.ops.quantization.fake_quantize import fake_quantize
 from deepspeed_ext.ops.quantization.formats import FORMATS, LEAST_SCALE, number_of
 from deepspeed_ext.ops.quantization.packed_weight import (
@@ -82,7 +83,8 @@ def quantized_linear(
 
     A row of x has the same bits as ``skinny_linear`` promises them, and autocast casts no more than
     there. With over 64 rows, or where torch.compile does not know that there are fewer, the weight
-    is made floats of the dtype of x in one pass, and torch multiplies. So it is for gradients,
+    is made floats of the dtype of x in one pass, and torch multiplies; up to 512 rows, a kernel for
+    compute capability 9.0 makes the same floats where it multiplies them. So it is for gradients,
     which there are of x, bias and residual. That of the rounding of x is taken as 1. Floats of the
     weight are made anew for the gradient to x, and none are kept until then.
 
@@ -242,7 +244,7 @@ class _FloatProduct(torch.autograd.Function):
         group_size: int,
     ) -> Tensor:
         weight = PackedWeight(codes, scales, offsets, format, group_size, x.shape[-1])
-        return F.linear(x, unpack_weight(weight, x.dtype), bias)
+        return quantized_product(x, weight, bias)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -273,7 +275,7 @@ def _float_product(x: Tensor, weight: PackedWeight, bias: Tensor | None) -> Tens
         return F.linear(x, checkpoint(_unpacked, *weight, x.dtype, **again), bias)
     # What cannot be kept goes the plain way.
     if not wanted or any(each is not None and each.is_inference() for each in tensors):
-        return F.linear(x, unpack_weight(weight, x.dtype), bias)
+        return quantized_product(x, weight, bias)
     out: Tensor = _FloatProduct.apply(  # type: ignore[no-untyped-call]
         x, *tensors, bias, weight.format, weight.group_size
     )
