@@ -13,6 +13,7 @@ from deepspeed_ext.torch_internals.tensors import past_torch_function
 
 Take = Callable[[Tensor, Tensor], bool]
 _HOME = "_deepspeed_ext_home"  # the attribute of a parameter
+_ALONE = "_deepspeed_ext_alone"  # likewise
 
 
 class Home(Protocol):
@@ -50,6 +51,16 @@ def home_of(param: Tensor) -> Home | None:
     """Return what streams a parameter, or None."""
     found: Home | None = getattr(param, _HOME, None)
     return found
+
+
+def set_alone(param: Tensor) -> None:
+    """Say that gradients of a parameter are final when they are there: no process adds others."""
+    setattr(param, _ALONE, True)
+
+
+def is_alone(param: Tensor) -> bool:
+    """Tell whether that was said."""
+    return hasattr(param, _ALONE)
 
 
 def at_rest(param: Tensor) -> Tensor:
