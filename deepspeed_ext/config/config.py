@@ -54,6 +54,12 @@ class Config(Root):
         return self.used_dtype is not None and not self.low_precision
 
     @property
+    def is_plain(self) -> bool:
+        """Whether one process may train without casts and reductions, below stage 3."""
+        reduces_unused = not self.zero_optimization.ignore_unused_parameters
+        return not (self.used_dtype or self.communication_data_type or reduces_unused)
+
+    @property
     def state_dtype(self) -> Dtype | None:
         """Of the state of the optimizer that the config names; None: as its class has it."""
         if not (self.low_precision and self.bf16.bf16_optimizer_states):

@@ -151,7 +151,7 @@ def _shard(model: nn.Module, config: Config, mesh: DeviceMesh) -> None:
                 param.data = param.data.to(kept)
     stage, reduce_dtype = config.zero_optimization.stage, config.communication_data_type
     reduce_unused = not config.zero_optimization.ignore_unused_parameters
-    if not (used or reduce_unused or reduce_dtype) and keep_whole(model, stage, mesh):
+    if config.is_plain and keep_whole(model, stage, mesh):
         return
     zero.shard(
         model,

@@ -14,7 +14,7 @@ from deepspeed_ext.torch_internals.dispatch import tree_map
 from deepspeed_ext.zero.alone import Alone
 from deepspeed_ext.zero.blocks import blocks_of
 from deepspeed_ext.zero.rows import RowsParameter, make_whole
-from deepspeed_ext.zero.streaming import stream
+from deepspeed_ext.zero.streaming import is_streamed, stream
 from deepspeed_ext.zero.streaming.rest import streamed_parameters
 
 _OP = "initialize"
@@ -56,6 +56,12 @@ def streams(
     Raises:
         ValueError: parameters are to rest on NVMe, and cannot.
     """
+    is_kept = mesh.size() == 1 and config.zero_optimization.stage < 3 and config.is_plain
+    if is_streamed(model) and not is_kept:
+        raise ValueError(
+            f"{_OP}: model is streamed already, expected one that is not; offload_param in stage 3"
+            " streams it, and one process in float32 and stage 0 takes a streamed one"
+        )
     if not config.offloads_params:
         return False
     device = config.zero_optimization.offload_param.device

@@ -369,6 +369,11 @@ def _piece(found: list[tuple[Tensor, nn.Module, str]], block: nn.Module | None) 
     return Piece([*{id(param): param for param, *_ in found}.values()], block)
 
 
+def is_streamed(model: nn.Module) -> bool:
+    """Tell whether a model is streamed."""
+    return getattr(model, _MARK, None) is not None
+
+
 def stream(
     model: nn.Module,
     device: str = "cpu",
@@ -429,7 +434,7 @@ def stream(
     folder = _folder(device, nvme_path)
     if isinstance(prefetch, bool) or not isinstance(prefetch, int) or prefetch < 0:
         raise ValueError(f"{OP}: prefetch is {prefetch!r}, expected a number, 0 or more")
-    if getattr(model, _MARK, None) is not None:
+    if is_streamed(model):
         raise ValueError(f"{OP}: model is streamed already, expected one that is not")
     found = blocks_of(model, blocks, OP)
     if not found:
