@@ -77,9 +77,8 @@ class Plan:
         if block.device != "none":
             self._offload = {"model": model, "gpu_fraction": 1 - block.ratio, **_place(block)}
         named = config.optimizer if optimizer is None else None
-        if named is not None and self._rests and self._offload is None:
-            if steps_in_host(named.type):
-                self._offload = {"model": model}
+        if named is not None and self._rests and steps_in_host(named.type):
+            self._offload = self._offload or {"model": model}
         is_offloaded = self._offload is not None and not _is_made_by(optimizer)
         self.streams = streams(model, config, mesh, optimizer, is_offloaded)
         if self.streams and self._offload is not None:

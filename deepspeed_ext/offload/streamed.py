@@ -13,6 +13,8 @@ from deepspeed_ext.torch_internals.tensors import past_torch_function
 
 Take = Callable[[Tensor, Tensor], bool]
 _HOME = "_deepspeed_ext_home"  # the attribute of a parameter
+# Streams a parameter without memory, which is only counted.
+AT_HOME: Any = object()
 _ALONE = "_deepspeed_ext_alone"  # likewise
 
 

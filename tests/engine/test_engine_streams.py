@@ -82,7 +82,7 @@ def trained(engine, numbers, factors=None):
 
 
 def weights_of(engine):
-    """Return master weights, or those that there are; frozen ones are of 16 bits where they rest."""
+    """Return master weights, or others as they are."""
     state, found = {} if engine.optimizer is None else engine.optimizer.state, {}
     for name, param in engine.module.named_parameters():
         weight = full(param.detach()) if is_dtensor(param) else param.detach()
@@ -399,9 +399,9 @@ def test_what_does_not_stream_is_refused_on_a_disk(text, tmp_path, caplog):
 def test_errors_before_anything_is_changed(tmp_path):
     model = Net()
     rest = {"stage": 3, "offload_param": {"device": "nvme"}}
-    with pytest.raises(ValueError, match="offload_param.nvme_path is None, expected a folder on"):
+    with pytest.raises(ValueError, match=r"offload_param\.nvme_path is None, expected a folder on"):
         made(given_for("float32", rest), model)
-    with pytest.raises(OSError, match="zero.stream: nvme_path is .*none, expected a folder"):
+    with pytest.raises(OSError, match=r"zero\.stream: nvme_path is .*none, expected a folder"):
         made(given_for("float32", rests_in("nvme", tmp_path / "none")), model)
     zero.stream(model)
     with pytest.raises(ValueError, match="initialize: model is streamed already, expected one"):

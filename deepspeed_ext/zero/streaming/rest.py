@@ -34,14 +34,16 @@ def streamed_parameters(model: nn.Module, blocks: dict[str, nn.Module]) -> list[
     seen = set(outside)
     found = []
     for block in blocks.values():
-        largest = max((param.numel() for param in block.parameters()), default=0)
-        rows = []
-        for param in block.parameters():
-            if id(param) not in seen and param.numel() * _SMALL >= largest > 0:
-                seen.add(id(param))
-                rows.append(param)
-        found.append(rows)
+        found.append([param for param in large_ones(block.parameters()) if id(param) not in seen])
+        seen.update(map(id, found[-1]))
     return found
+
+
+def large_ones(params: Iterable[nn.Parameter]) -> list[nn.Parameter]:
+    """Return those of a block's parameters that are not small beside its largest one."""
+    known = list(params)
+    largest = max((param.numel() for param in known), default=0)
+    return [param for param in known if param.numel() * _SMALL >= largest > 0]
 
 
 def _check(model: nn.Module, blocks: dict[str, nn.Module]) -> None:
