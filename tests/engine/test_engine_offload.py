@@ -92,7 +92,18 @@ def built_in_rows(row, folder):
         compat_zero.Init(remote_device="nvme")
 
 
+def on_disks(row, folder):
+    """Parameters on NVMe are for one process: all refuse, and nothing has changed."""
+    model = Net()
+    block = {"stage": 3, "offload_param": {"device": "nvme", "nvme_path": str(folder)}}
+    text = r'offload_param\.device is "nvme" on 2 processes, expected one process; or "cpu"'
+    with pytest.raises(ValueError, match=text):
+        deepspeed_ext.initialize(model=model, config=config(3, zero_optimization=block))
+    assert all(type(param) is nn.Parameter for param in model.parameters())
+
+
 CASES = [
+    Case(2, "on_disks", ""),
     *(Case(2, "optimizers", row) for row in ("ours", "torch's")),
     Case(2, "built_in_rows", "float32"),
     *(Case(1, "built_in_rows", row) for row in ("float32", "bf16")),

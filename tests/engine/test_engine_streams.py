@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from zero_cases import VOCABULARY, Net
 
 import deepspeed_ext
-from deepspeed_ext import zero
+from deepspeed_ext import moe, zero
 from deepspeed_ext.dtensors import full, is_dtensor
 from deepspeed_ext.offload import OffloadOptimizer
 from deepspeed_ext.optim import DeepSpeedCPUAdam, FusedLamb, HybridAdam
@@ -294,6 +294,54 @@ def test_layers_that_drop_tokens(rest):
             losses = []
             for _ in range(4):
                 loss = engine(torch.ones(2, 6, 8, device=engine.device))
+                engine.backward(loss)
+                engine.step()
+                losses.append(loss.item())
+            found.append(([losses], weights_of(engine)))
+    assert_same(found[1], found[0])
+
+
+class Expert(nn.Module):
+    """A block whose experts are never called as modules."""
+
+    def __init__(self, form):
+        super().__init__()
+        layers = nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8)
+        expert = nn.Sequential(*layers) if form == "grouped" else Sequence(*layers)
+        self.moe = moe.MoE(8, expert, num_experts=4, k=2)
+
+    def forward(self, x):
+        out, loss, _ = self.moe(x)
+        self.loss = loss
+        return x + out
+
+
+class Sequence(nn.Sequential):
+    """Of a class of its own, so that its forward runs for one expert after another."""
+
+
+class Experts(nn.Module):
+    def __init__(self, form):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(Expert(form) for _ in range(3))
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return x.float().square().mean() + 0.01 * sum(layer.loss for layer in self.layers)
+
+
+@pytest.mark.parametrize("form", ["grouped", "one by one"])
+@pytest.mark.parametrize("precision", ["float32", "bf16"])
+def test_experts(form, precision, rest):
+    found = []
+    for block in ({"stage": 3}, rest):
+        with made(given_for(precision, block), Experts(form)) as engine:
+            torch.manual_seed(1)
+            losses = []
+            for _ in range(6):
+                loss = engine(torch.randn(2, 6, 8).to(engine.device))
                 engine.backward(loss)
                 engine.step()
                 losses.append(loss.item())
