@@ -467,6 +467,32 @@ def test_an_optimizer_for_the_cpu_alone_steps_shards():
         trained(engine, range(2))
 
 
+@pytest.mark.parametrize("micro_steps", [1, 2])
+def test_a_model_that_streams_already(micro_steps, tmp_path):
+    """Below stage 3, in float32, it is one like any other."""
+    found = []
+    for streamed in (False, True):
+        block = {"stage": 0, "offload_optimizer": {"device": "cpu"}}
+        model = Net()
+        if streamed:
+            zero.stream(model, "nvme", nvme_path=tmp_path, blocks=["blocks.*"])
+        with made(given_for("float32", block, micro_steps), model, streamed) as engine:
+            found.append(trained(engine, range(4 * micro_steps)))
+    assert_same(found[1], found[0])
+    model = Net()
+    zero.stream(model)
+    for given in (given_for("bf16", {"stage": 1}), given_for("float32", {"stage": 3})):
+        with pytest.raises(ValueError, match="initialize: model is streamed already, expected one"):
+            made(given, model)
+    with pytest.raises(ValueError, match=r"zero\.shard: model is streamed, expected one that is"):
+        zero.shard(model, 1, mesh=None if dist.is_initialized() else _mesh())
+
+
+def _mesh():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    return dist.init_device_mesh("cpu", (1,))
+
+
 def test_models_go_with_their_engines(rest):
     engine = made(given_for("bf16", rest))
     trained(engine, range(2))
