@@ -131,7 +131,7 @@ ROOMS = {  # inside of a package, likewise; its __init__ may import all
     ),
     "zero/streaming": (
         ("order", "pieces", "rest"),
-        ("moves", "scratch"),
+        ("arguments", "moves", "scratch"),
         ("staging",),
         ("fetched",),
         ("gradients", "saved_weights"),

@@ -283,8 +283,16 @@ def test_errors():
     for prefetch in (-1, True, 1.0):
         with pytest.raises(ValueError, match=rf"^zero.stream: prefetch is {prefetch}, expected"):
             stream(model, prefetch=prefetch)
-    with pytest.raises(ValueError, match=r"^zero.stream: to is 'meta', expected a CUDA device or"):
-        stream(model, to="meta")
+    for to in ("meta", "gpu", 0):
+        with pytest.raises(ValueError, match=rf"^zero.stream: to is {to!r}, expected a CUDA devic"):
+            stream(model, to=to)
+    count = torch.cuda.device_count()
+    there = f"one of {count} GPUs" if count else "the CPU, as torch finds no GPU"
+    for to in (f"cuda:{count}", *(["cuda", torch.device("cuda")] if not count else [])):
+        with pytest.raises(ValueError, match=rf"^zero.stream: to is '{to}', expected {there}$"):
+            stream(model, to=to)
+    with pytest.raises(TypeError, match=r"^zero.stream: blocks is 3, expected several in a list"):
+        stream(model, blocks=3)
     with pytest.raises(ValueError, match=r"^zero.stream: model has no list of modules of one clas"):
         stream(nn.Linear(2, 2), to="cpu")
     with pytest.raises(ValueError, match=r"^zero.stream: blocks has 'none', expected a name"):

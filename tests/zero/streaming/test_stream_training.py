@@ -42,7 +42,10 @@ def train(model, optimizer, device, micro_steps=1, each=lambda step: None, max_n
 @pytest.mark.parametrize("state", FORMATS)
 @pytest.mark.parametrize("micro_steps", [1, 3])
 @pytest.mark.parametrize("kind", ["offload", "free_grads", "free_grads from disk"])
-def test_with_offload_optimizer(device, state, micro_steps, kind, tmp_path):
+@pytest.mark.parametrize("max_norm", [None, 0.5])
+def test_with_offload_optimizer(device, state, micro_steps, kind, max_norm, tmp_path):
+    if device == "cuda" and max_norm and kind == "offload":
+        pytest.skip("a norm of gradients on a GPU has other last bits")
     dtype = torch.float32 if state in ("float32", "bf16 moments") else torch.bfloat16
     rest = on_disk(tmp_path) if "disk" in kind else None
     streamed, kept, handle = pair(device, rest=rest, dtype=dtype, unused=True, shared=True)
@@ -52,10 +55,12 @@ def test_with_offload_optimizer(device, state, micro_steps, kind, tmp_path):
             model=model,
             lr=1e-2,
             free_grads="free_grads" in kind,
+            max_grad_norm=max_norm,
             **FORMATS[state],
         ) as optimizer:
             train(model, optimizer, device, micro_steps)
             optimizer.synchronize()
+            assert max_norm is None or optimizer.grad_norm > max_norm  # it bites
     assert_equal_models(streamed, kept)
     check_disk(handle, rest)
 
