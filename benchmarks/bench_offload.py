@@ -126,7 +126,7 @@ class Bench:
             tqdm.write(f"\n{', '.join(phases)}: skipped, {why_not}")
             self._progress.update(sum(steps_of(phase, self._steps) for phase in phases.values()))
             return
-        with process_group(self._device) if session.own_model else nullcontext():
+        with process_group(self._device) if session.wants_group else nullcontext():
             if model is None:
                 model = self._make_model(session.dtype)
             elif ALONE in self._wanted:

@@ -58,6 +58,8 @@ class Session:
         own_model: whether it changes the model so that nobody else can use it any more.
         dtype: of that model.
         wants_folder: whether something is to rest on a disk.
+        wants_group: whether there is to be a process group, beside which free_grads lets no plain
+            parameter's gradient leave before the step.
     """
 
     make: Callable[..., Any]
@@ -66,6 +68,7 @@ class Session:
     own_model: bool = False
     dtype: torch.dtype = torch.bfloat16
     wants_folder: bool = False
+    wants_group: bool = False
 
 
 def ours(form: str, use: str = "") -> str:
@@ -189,7 +192,7 @@ def _deepspeed(name: str, **options: Any) -> Session:
             return "deepspeed is not installed"
         return "" if device == "cuda" else "measured on a GPU only"
 
-    return Session(make, {name: Phase()}, why_not, own_model=True)
+    return Session(make, {name: Phase()}, why_not, own_model=True, wants_group=True)
 
 
 def _fsdp(form: str, dtype: torch.dtype) -> Session:
@@ -209,7 +212,7 @@ def _fsdp(form: str, dtype: torch.dtype) -> Session:
         fully_shard(model, **options)
         return torch.optim.AdamW(model.parameters(), fused=True, **NUMBERS)
 
-    return Session(make, {fsdp(form): Phase()}, own_model=True, dtype=dtype)
+    return Session(make, {fsdp(form): Phase()}, own_model=True, dtype=dtype, wants_group=True)
 
 
 SESSIONS = [
@@ -228,7 +231,7 @@ SESSIONS = [
 
 @contextmanager
 def process_group(device: str) -> Iterator[None]:
-    """Make the process group that FSDP2 wants, of this process."""
+    """Make the process group that FSDP2 and DeepSpeed want, of this process."""
     store = torch.distributed.HashStore()
     backend = "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo"
     torch.distributed.init_process_group(backend, store=store, rank=0, world_size=1)
