@@ -172,6 +172,35 @@ def test_with_state_on_disk(device, micro_steps, tmp_path):
     assert_equal_models(streamed, kept)
 
 
+@pytest.mark.parametrize("free", [False, True])
+def test_commits(device, rest, free, tmp_path):
+    """A commit copies weights that rest, and a model that streams goes on from it, in place."""
+    wanted, _, handle = pair(device, rest=rest, dtype=torch.bfloat16)
+    resumed = Model(dtype=torch.bfloat16)
+    with torch.no_grad():
+        for param in resumed.parameters():
+            param.zero_()
+    where = {"device": "nvme", "nvme_path": tmp_path / "run", "durable": True, "free_grads": free}
+    for model in (wanted, resumed):
+        if model is resumed:
+            handle = zero.stream(model, to=device, **rest)
+        places = [param.data_ptr() for param in model.parameters()]
+        with offload.OffloadOptimizer(
+            model.parameters(), model=model, lr=1e-2, resume=True, **where, **FORMATS["compact"]
+        ) as optimizer:
+            first = 0 if optimizer.committed is None else optimizer.committed["step"]
+            assert (first > 0) == (model is resumed)
+            for step in range(first, 8):
+                loss_of(model, some_ids(device, step)).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                if step == 3:
+                    optimizer.commit(step=step + 1)
+        assert [param.data_ptr() for param in model.parameters()] == places or not rest
+        check_disk(handle, rest)
+    assert_equal_models(resumed, wanted)
+
+
 @pytest.mark.parametrize("state", FORMATS)
 def test_with_a_cpu_optimizer_that_clips(state):
     dtype = torch.float32 if state in ("float32", "bf16 moments") else torch.bfloat16
