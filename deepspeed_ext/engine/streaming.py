@@ -103,6 +103,8 @@ def _hindrance(
     if spec is not None and not is_offloaded and not {"cpu", mesh.device_type} <= {*spec.devices}:
         name, both = type(optimizer).__name__, "one that steps on the CPU and there, or"
         return _Hindrance(f"with a {name}", f"{both} offload_optimizer beside it")
+    if any(param.is_meta for param in model.parameters()):
+        return _Hindrance("with parameters on meta", "a model that has values")
     blocks = blocks_of(model, None)
     if not blocks:
         return _Hindrance("in a model without blocks", "a list of modules of one class in it")

@@ -419,7 +419,7 @@ REFUSED = {
         {},
         {"bf16": {"enabled": True, "check_grad_overflow": False}},
     ),
-    "in this model (zero.stream: parameter 'embedding.weight' is on meta": (
+    "with parameters on meta, expected a model that has values": (
         lambda: Net().to("meta"),
         {},
         {},

@@ -23,6 +23,7 @@ from deepspeed_ext.torch_internals.dispatch import (
 )
 from deepspeed_ext.torch_internals.tensors import past_torch_function
 from deepspeed_ext.zero.blocks import Block, blocks_of
+from deepspeed_ext.zero.memory import is_empty
 from deepspeed_ext.zero.streaming.arguments import (
     checked_device,
     checked_folder,
@@ -66,7 +67,7 @@ class Stream:
         self._scratch = scratch
         self._staging = None if scratch is None else Staging(scratch, 1 + prefetch)
         self._model = weakref.ref(model)
-        self._to = to
+        self._to = self.device = to
         self._prefetch = prefetch
         self._streams = CopyStreams(to)
         self._gradients = Gradients(self._streams, pinned_memory, False)
@@ -85,6 +86,7 @@ class Stream:
         self._backwards: set[int] = set()  # numbers of those under way that want weights
         self._blocks_of = WeakIdKeyDictionary()  # of what rests
         self._counts = {"fetched": 0, "ahead": 0, "bytes_in": 0}
+        self._empty = [param for params in rows for param in params if param.is_meta]
         homes = [self._gradients if i < kept else self._of_disk for i in range(len(rows))]
         for params, home in zip(rows, homes, strict=True):
             bring_to_rest(params, home.memory)
@@ -167,6 +169,12 @@ class Stream:
         """See that nothing is left of a forward or a backward that has failed."""
         if is_in_backward():
             return
+        self._empty = [param for param in self._empty if is_empty(param)]
+        if self._empty:
+            raise RuntimeError(
+                f"{OP}: {len(self._empty)} parameters that were on meta have no values, expected"
+                " some before a forward, as zero.Init's fill(model) gives them"
+            )
         self._windows.close_all()
         with self._lock:
             self._let_go()
@@ -387,6 +395,12 @@ def is_streamed(model: nn.Module) -> bool:
     return getattr(model, _MARK, None) is not None
 
 
+def computes_on(model: nn.Module) -> torch.device | None:
+    """Return where a model that streams computes; None: it does not stream."""
+    found: Stream | None = getattr(model, _MARK, None)
+    return None if found is None else found.device
+
+
 def stream(
     model: nn.Module,
     device: str = "cpu",
@@ -423,7 +437,8 @@ def stream(
     write on; before, it may see the parent's.
 
     Args:
-        model: of one process, on any device. Its blocks are called as modules; what takes their
+        model: of one process, on any device; what is on meta is to be filled after this, as by
+            `Init.fill`. Its blocks are called as modules; what takes their
             weights outside of a call finds them in host memory.
         device: where weights rest: "cpu", or "nvme" for a disk.
         to: where the model computes; None: the current GPU if there is one, else the CPU.

@@ -299,10 +299,6 @@ def test_errors():
         stream(model, to="cpu", blocks=["none"])
     with pytest.raises(ValueError, match=r"^zero.stream: blocks has 'layers.0' and 'layers.0.up'"):
         stream(model, to="cpu", blocks=["layers.0", "layers.0.up"])
-    with torch.device("meta"):
-        empty = Model()
-    with pytest.raises(ValueError, match=r"^zero.stream: parameter 'words.weight' is on meta, exp"):
-        stream(empty, to="cpu")
     stream(model, to="cpu")
     with pytest.raises(ValueError, match=r"^zero.stream: model is streamed already, expected one"):
         stream(model, to="cpu")
