@@ -55,7 +55,9 @@ def initialize(
 
     All processes of torchrun call it; without torchrun there is one. The model is sharded by
     `zero.shard` in the config's stage. With bf16 or fp16 its weights become float32 shards, the
-    master weights, and are used in 16 bits; they begin rounded to these, as DeepSpeed's do.
+    master weights, and are used in 16 bits; they begin rounded to these, as DeepSpeed's do. In one
+    process with offload_param it streams, by `zero.stream`: weights are in 16 bits then, and master
+    weights are state of the optimizer.
 
     Args:
         args: of a script; its `deepspeed_config` is the config if that is None.
@@ -80,6 +82,8 @@ def initialize(
     Raises:
         ValueError: an argument or a key of the config is not as it must be; the text names it.
         RuntimeError: torchrun's variables are incomplete.
+        OSError: parameters are to rest on NVMe, and the folder is none to write in, or has too
+            little room; weights may have become 16 bits by then.
     """
     is_in_group, reports = join_group(), None
     try:
