@@ -58,8 +58,7 @@ class Session:
         own_model: whether it changes the model so that nobody else can use it any more.
         dtype: of that model.
         wants_folder: whether something is to rest on a disk.
-        wants_group: whether there is to be a process group, beside which free_grads lets no plain
-            parameter's gradient leave before the step.
+        wants_group: whether there is to be a process group.
     """
 
     make: Callable[..., Any]

@@ -8,7 +8,6 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from deepspeed_ext.config import Config
-from deepspeed_ext.offload.streamed import set_alone
 from deepspeed_ext.optim.base import FlatStateOptimizer
 from deepspeed_ext.torch_internals.dispatch import tree_map
 from deepspeed_ext.zero.alone import Alone
@@ -132,8 +131,6 @@ def stream_model(model: nn.Module, config: Config, mesh: DeviceMesh) -> None:
     found = blocks_of(model, None)
     stream(model, block.device, to=torch.device(mesh.device_type), nvme_path=path)
     Alone(model, 3, mesh, ()).attach()
-    for param in model.parameters():
-        set_alone(param)
     if used is not None:
         for module in (model, *found.values()):
             module.register_forward_pre_hook(_Cast(used), with_kwargs=True)

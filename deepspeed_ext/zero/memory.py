@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from deepspeed_ext.dtensors import RESTS, is_dtensor, rests_on_host, spread
+from deepspeed_ext.offload.streamed import BESIDE
 from deepspeed_ext.torch_internals.tensors import part_of, version_of
 
 _WORTH_IT = 1 << 20  # bytes
@@ -33,8 +34,8 @@ def put(tensor: Tensor, part: Tensor) -> None:
     made: Tensor = spread(part, tensor) if is_dtensor(tensor) else part
     if isinstance(tensor, nn.Parameter):
         made = nn.Parameter(made, requires_grad=tensor.requires_grad)
-    if RESTS in vars(tensor):
-        vars(made)[RESTS] = True
+    kept = {name: vars(tensor)[name] for name in (RESTS, BESIDE) if name in vars(tensor)}
+    vars(made).update(kept)
     torch.utils.swap_tensors(tensor, made)
 
 

@@ -12,7 +12,7 @@ import deepspeed_ext
 from deepspeed_ext import compat
 from deepspeed_ext.compat import parameters, zero as compat_zero
 from deepspeed_ext.dtensors import local, rests_on_host
-from deepspeed_ext.offload.streamed import home_of, is_alone
+from deepspeed_ext.offload.streamed import is_beside
 from deepspeed_ext.optim import FusedAdam, FusedLamb
 
 IN_HOST_MEMORY = {"stage": 3, "offload_param": {"device": "cpu"}}
@@ -62,7 +62,7 @@ def built_in_rows(row, folder):
                 assert model.head.weight.device.type == home()
         engine, *_ = compat.initialize(model=model, config=given)
         assert type(engine.module.head.weight) is nn.Parameter or dist.get_world_size() > 1
-        assert all(rests_on_host(p) or home_of(p) or is_alone(p) for p in engine.parameters())
+        assert all(rests_on_host(p) or is_beside(p) for p in engine.parameters())
         for number in range(2):
             engine.backward(loss_of(engine, number))
             engine.step()

@@ -14,7 +14,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from deepspeed_ext.offload.activations.tracing import untraced_where_compiled
 from deepspeed_ext.offload.copies import CopyStreams
-from deepspeed_ext.offload.streamed import home_of, set_home
+from deepspeed_ext.offload.streamed import home_of, set_beside, set_home
 from deepspeed_ext.offload.tiers.room import bytes_in
 from deepspeed_ext.torch_internals.dispatch import (
     current_backward,
@@ -91,6 +91,8 @@ class Stream:
         for params, home in zip(rows, homes, strict=True):
             bring_to_rest(params, home.memory)
         bring_to_device(model, to, (param for params in rows for param in params))
+        for param in model.parameters():
+            set_beside(param)
         for params, block, home in zip(rows, blocks.values(), homes, strict=True):
             for param in params:
                 self._blocks_of[param] = weakref.ref(block)
@@ -148,6 +150,8 @@ class Stream:
         model = self._model()
         if model is not None and getattr(model, _MARK, None) is self:
             object.__delattr__(model, _MARK)
+            for param in model.parameters():
+                set_beside(param, False)
         if self._scratch is not None:
             self._scratch.close()
 

@@ -1,9 +1,11 @@
 """Twenty steps of a streamed model are those of a model in memory, bit for bit."""
 
 import copy
+import pickle
 
 import pytest
 import torch
+import torch.distributed as dist
 from offload_cases import await_speculation
 from stream_cases import (
     Model,
@@ -16,6 +18,7 @@ from stream_cases import (
 from torch import nn
 
 from deepspeed_ext import offload, zero
+from deepspeed_ext.offload.streamed import is_beside
 from deepspeed_ext.optim import DeepSpeedCPUAdam
 
 STEPS = 20
@@ -94,6 +97,32 @@ def test_it_is_stepped_where_it_rests_and_ahead(device, rest):
     assert ours["committed"] > 0 and theirs["committed"] > 0
     assert ours["bytes_back"] < theirs["bytes_back"]
     check_disk(handle, rest)
+
+
+def test_it_is_stepped_ahead_beside_a_process_group_of_one(device):
+    """What does not stream leaves early, too, or no bucket that has any of it would be stepped."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        streamed, kept, handle = pair(device, dtype=torch.bfloat16)
+        copies = copy.deepcopy(streamed), pickle.loads(pickle.dumps(streamed))
+        for model in (streamed, kept):
+            with offload.OffloadOptimizer(
+                model.parameters(), model=model, lr=1e-2, free_grads=True, **FORMATS["compact"]
+            ) as optimizer:
+                for step in range(4):
+                    for micro in range(2):
+                        loss_of(model, some_ids(device, 2 * step + micro)).backward()
+                    await_speculation(optimizer)
+                    optimizer.step()
+                    optimizer.zero_grad()
+                optimizer.synchronize()
+                assert (optimizer.stats()["committed"] > 0) == (model is streamed)
+        assert all(map(is_beside, streamed.parameters()))
+        assert not any(is_beside(param) for model in copies for param in model.parameters())
+        handle.close()
+        assert not any(map(is_beside, streamed.parameters()))
+    finally:
+        dist.destroy_process_group()
 
 
 @pytest.mark.parametrize("max_norm", [None, 0.5])
