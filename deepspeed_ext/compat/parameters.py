@@ -110,14 +110,20 @@ def _entry(param: Tensor, key: str) -> Tensor | None:
 
 
 def _master(param: Tensor) -> Tensor:
-    """Return what has all bits of a weight: it itself, or its master weight."""
+    """Return what has all bits of a weight: it itself, or its master weight.
+
+    Where a weight was written since, the next step makes its master weight anew.
+    """
     master, lower = _entry(param, MASTER), _entry(param, REMAINDER)
-    if master is not None:
-        return master
-    if lower is None:
+    kept = lower if master is None else master
+    if kept is None:
         return param
-    joined = join_float32(local(param.detach()).to(local(lower).device), local(lower))
-    return spread(joined, param) if is_dtensor(param) else joined
+    part = local(param.detach()).to(local(kept).device)
+    if master is None:
+        found = join_float32(part, local(kept))
+    else:
+        found = torch.where(local(kept).to(part.dtype) == part, local(kept), part.float())
+    return spread(found, param) if is_dtensor(param) else found
 
 
 def _write_master(param: Tensor, value: Tensor, is_whole: bool) -> None:

@@ -22,7 +22,8 @@ from stream_engines import (
 from torch.utils.checkpoint import checkpoint
 from zero_cases import Net
 
-from deepspeed_ext import zero
+from deepspeed_ext import compat, zero
+from deepspeed_ext.compat import parameters, zero as compat_zero
 from deepspeed_ext.offload import OffloadOptimizer
 
 STEPS = 20
@@ -85,6 +86,33 @@ def test_whole_weights_for_others(rest, tmp_path):
         for name, weight in engine.module.state_dict().items():
             assert torch.equal(weight.cpu(), saved.get(name, saved["embedding.weight"])), name
         loss_of(engine, 5)
+
+
+def test_values_of_parameters(rest):
+    """What is written to weights is in master weights, and what is written to these in weights."""
+    model = Net()
+    engine = compat.initialize(model=model, config=given_for("bf16", rest))[0]
+    trained(engine, range(2))
+    param = engine.module.blocks[0].up.weight
+    master = parameters.safe_get_full_fp32_param(param)
+    assert torch.equal(master.bfloat16(), param.cpu()) and not torch.equal(master, param.cpu())
+    with compat_zero.GatheredParameters(engine.module, modifier_rank=0):
+        torch.nn.init.constant_(param, 0.5)
+    assert (parameters.safe_get_full_fp32_param(param) == 0.5).all()
+    wanted = torch.full_like(master, 1 / 3)
+    parameters.safe_set_full_fp32_param(param, wanted)
+    for steps in range(2):
+        loss = loss_of(engine, steps)
+        engine.backward(loss)
+        gradient = parameters.safe_get_full_grad(param)
+        assert gradient.any() and gradient.dtype == torch.float32
+        parameters.safe_set_full_grad(param, torch.zeros_like(gradient))
+        assert not parameters.safe_get_full_grad(param).any()
+        engine.step()
+        if steps == 0:
+            momentum = parameters.safe_get_full_optimizer_state(param, "exp_avg")
+            parameters.safe_set_full_optimizer_state(param, torch.zeros_like(momentum), "exp_avg")
+    engine.destroy()
 
 
 @pytest.mark.parametrize("steps", [1, 2])
