@@ -35,6 +35,13 @@ def rests_in(device, folder):
 
 
 def given_for(precision, zero_optimization, steps=1, **more):
+    """Return a config; beside a GPU it does not clip.
+
+    Norms of what rests are added up on the CPU, so their last bits, and what is clipped by them,
+    are not those of a GPU.
+    """
+    if torch.cuda.is_available():
+        more = {"gradient_clipping": 0.0, **more}
     if precision == "low":
         return config(3, "float32", steps, zero_optimization=zero_optimization, bf16=LOW, **more)
     return config(3, precision, steps, zero_optimization=zero_optimization, **more)
@@ -77,10 +84,13 @@ def weights_of(engine):
     return found
 
 
-def assert_same(streamed, kept):
-    """Bit for bit; beside a GPU norms are added up on the CPU, and so are others in last bits."""
+def assert_same(streamed, kept, is_exact=True):
+    """Losses and weights are the same, bit for bit, and norms, but for the last bits of a GPU's."""
     (told, weights), (others, wanted) = streamed, kept
-    exact = {} if torch.cuda.is_available() else {"rtol": 0, "atol": 0}
-    torch.testing.assert_close(torch.tensor(told), torch.tensor(others), equal_nan=True, **exact)
+    near = {} if torch.cuda.is_available() else {"rtol": 0, "atol": 0}
+    close = {"rtol": 0, "atol": 0} if is_exact or not torch.cuda.is_available() else {}
+    told, others = torch.tensor(told), torch.tensor(others)
+    torch.testing.assert_close(told, others, equal_nan=True, **near)
+    assert not is_exact or torch.equal(told[:, 0].nan_to_num(7), others[:, 0].nan_to_num(7))
     for name, weight in wanted.items():
-        torch.testing.assert_close(weights[name], weight.to(weights[name].dtype), **exact)
+        torch.testing.assert_close(weights[name], weight.to(weights[name].dtype), **close)

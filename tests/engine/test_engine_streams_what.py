@@ -76,7 +76,7 @@ def test_layers_that_drop_tokens(rest):
                 engine.backward(loss)
                 engine.step()
                 losses.append(loss.item())
-            found.append(([losses], weights_of(engine)))
+            found.append(([(loss, 0.0) for loss in losses], weights_of(engine)))
     assert_same(found[1], found[0])
 
 
@@ -124,7 +124,7 @@ def test_experts(form, precision, rest):
                 engine.backward(loss)
                 engine.step()
                 losses.append(loss.item())
-            found.append(([losses], weights_of(engine)))
+            found.append(([(loss, 0.0) for loss in losses], weights_of(engine)))
     assert_same(found[1], found[0])
 
 
@@ -160,7 +160,7 @@ def test_other_optimizers_step_what_rests(row, rest):
             with made(given, model, streamed, optimizer=optimizer) as engine:
                 found.append(trained(engine, range(4)))
         if len(found) == 2:
-            assert_same(found[1], found[0])
+            assert_same(found[1], found[0], is_exact=not torch.cuda.is_available())
 
 
 def test_a_client_that_offload_optimizer_stands_in_for(rest):
