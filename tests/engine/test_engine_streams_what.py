@@ -236,11 +236,15 @@ def test_errors_before_anything_is_changed(tmp_path):
     assert not dist.is_initialized()
 
 
-def test_an_optimizer_for_the_cpu_alone_steps_shards():
+def test_an_optimizer_for_the_cpu_alone_steps_shards(tmp_path):
     """Beside a GPU; it would not step what stays there of a model that streams."""
     model = Net()
     client = DeepSpeedCPUAdam([p for p in model.parameters() if p.requires_grad])
     given = given_for("float32", rests_in("cpu", ""))
     del given["optimizer"]
+    if torch.cuda.is_available():
+        disk = {**given, "zero_optimization": rests_in("nvme", tmp_path)}
+        with pytest.raises(ValueError, match='is "nvme" with a DeepSpeedCPUAdam, expected one th'):
+            made(disk, model, optimizer=client)
     with made(given, model, not torch.cuda.is_available(), optimizer=client) as engine:
         trained(engine, range(2))
