@@ -65,6 +65,7 @@ class Bench:
         allowed: GiB of the GPU that torch may have once an optimizer is made; 0: all.
         steps: how many are timed of each.
         wanted: names of what to measure.
+        folder: on a disk, for what rests there; None: there is none.
         progress: advanced by one for each step, and for each term.
     """
 
@@ -75,10 +76,11 @@ class Bench:
         allowed: float,
         steps: int,
         wanted: set[str],
+        folder: str | None,
         progress: "tqdm[None]",
     ) -> None:
         self._size, self._device, self._steps = size, device, steps
-        self._allowed = allowed
+        self._allowed, self._folder = allowed, folder
         self._wanted, self._progress = wanted, progress
         self._data = make_data(size, device)
         self._alone: list[float] = []
@@ -118,17 +120,19 @@ class Bench:
         if not phases:
             return
         why_not = session.why_not(self._device)
+        if session.wants_folder and self._folder is None:
+            why_not = "--nvme-path names no folder"
         if why_not:
             tqdm.write(f"\n{', '.join(phases)}: skipped, {why_not}")
             self._progress.update(sum(steps_of(phase, self._steps) for phase in phases.values()))
             return
-        with process_group(self._device) if session.own_model else nullcontext():
+        with process_group(self._device) if session.wants_group else nullcontext():
             if model is None:
                 model = self._make_model(session.dtype)
             elif ALONE in self._wanted:
                 self._time_alone(model)
             before = _allocated()
-            optimizer = session.make(model)
+            optimizer = session.make(model, *[self._folder] * session.wants_folder)
             _allow(self._allowed)
             for name, phase in phases.items():
                 self._time_phase(name, phase, model, optimizer)
@@ -290,8 +294,8 @@ def main(arguments: list[str] | None = None) -> int:
         parser.add_argument(f"--{name}", type=int, default=value, help="default: %(default)s")
     parser.add_argument("--timeline", type=Path, metavar="PATH", help="draw one step, no more")
     parser.add_argument("--state", choices=FORMATS, default="fp32", help="of the timeline")
-    parser.add_argument("--nvme-path", metavar="DIR", help="the timeline's state rests there")
-    parser.add_argument("--memory-budget", default="1GiB", help="of these")
+    parser.add_argument("--nvme-path", metavar="DIR", help="for what rests on a disk")
+    parser.add_argument("--memory-budget", default="1GiB", help="of the timeline's state on a disk")
     add_option(parser)
     options = parser.parse_args(arguments)
     wanted = options.rows.split(",")
@@ -314,7 +318,8 @@ def main(arguments: list[str] | None = None) -> int:
     rows = [ROWS[name] for name in ROWS if name.startswith(tuple(wanted))]
     names = set().union(*map(measures_of, rows))
     with tqdm(total=_total(names, options.steps), desc="steps", disable=None) as progress:
-        bench = Bench(size, options.device, options.gpu_gib, options.steps, names, progress)
+        given = (options.steps, names, options.nvme_path)
+        bench = Bench(size, options.device, options.gpu_gib, *given, progress)
         try:
             bench.run()
         finally:  # what is measured is shown and kept, whatever fails after it

@@ -26,6 +26,8 @@ DEEPSPEED = "DeepSpeed ZeRO-Offload"
 ZERO_3 = "DeepSpeed ZeRO-3, weights in host memory"
 FREED = "gradients freed"
 STREAMED = "weights streamed"
+FROM_DISK = "weights streamed from NVMe"
+ALL_ON_DISK = "weights streamed from NVMe, state there too"
 NEVER, ALWAYS = "clipping never bites", "clipping always bites"
 ACCUMULATED = "8 times forward and backward"
 _NORMS = {NEVER: 1e9, ALWAYS: 1e-4}
@@ -49,18 +51,23 @@ class Session:
     """An optimizer and what is measured of it, by name.
 
     Attributes:
-        make: makes it for a model; what it returns may have an `engine` to call for the model.
+        make: makes it for a model, with wants_folder also given a folder on a disk; what it returns
+            may have an `engine` to call for the model.
         phases: by the name in a row.
         why_not: says why it cannot be had on a device, or nothing.
         own_model: whether it changes the model so that nobody else can use it any more.
         dtype: of that model.
+        wants_folder: whether something is to rest on a disk.
+        wants_group: whether there is to be a process group.
     """
 
-    make: Callable[[nn.Module], Any]
+    make: Callable[..., Any]
     phases: dict[str, Phase]
     why_not: Callable[[str], str] = lambda device: ""
     own_model: bool = False
     dtype: torch.dtype = torch.bfloat16
+    wants_folder: bool = False
+    wants_group: bool = False
 
 
 def ours(form: str, use: str = "") -> str:
@@ -105,6 +112,18 @@ def _streamed(form: str) -> Session:
         )
 
     return Session(make, {ours(form, STREAMED): Phase()}, own_model=True)
+
+
+def _on_disk(form: str, use: str) -> Session:
+    def make(model: nn.Module, folder: str) -> OffloadOptimizer:
+        where = {"device": "nvme", "nvme_path": folder}
+        zero.stream(model, to=next(model.parameters()).device, **where)
+        options: dict[str, Any] = {**NUMBERS, **FORMATS[form]}
+        if use == ALL_ON_DISK:
+            options |= {**where, "nvme_fraction": 1.0}
+        return OffloadOptimizer(model.parameters(), model=model, free_grads=True, **options)
+
+    return Session(make, {ours(form, use): Phase()}, own_model=True, wants_folder=True)
 
 
 def _on_device(form: str) -> Session:
@@ -172,7 +191,7 @@ def _deepspeed(name: str, **options: Any) -> Session:
             return "deepspeed is not installed"
         return "" if device == "cuda" else "measured on a GPU only"
 
-    return Session(make, {name: Phase()}, why_not, own_model=True)
+    return Session(make, {name: Phase()}, why_not, own_model=True, wants_group=True)
 
 
 def _fsdp(form: str, dtype: torch.dtype) -> Session:
@@ -192,7 +211,7 @@ def _fsdp(form: str, dtype: torch.dtype) -> Session:
         fully_shard(model, **options)
         return torch.optim.AdamW(model.parameters(), fused=True, **NUMBERS)
 
-    return Session(make, {fsdp(form): Phase()}, own_model=True, dtype=dtype)
+    return Session(make, {fsdp(form): Phase()}, own_model=True, dtype=dtype, wants_group=True)
 
 
 SESSIONS = [
@@ -200,6 +219,7 @@ SESSIONS = [
     *map(_offloaded, FORMATS),
     *map(_freeing, FORMATS),
     *map(_streamed, FORMATS),
+    *(_on_disk(form, use) for form in FORMATS for use in (FROM_DISK, ALL_ON_DISK)),
     _torchao(),
     _fsdp("bf16", torch.bfloat16),
     _fsdp("fp32", torch.float32),
@@ -210,7 +230,7 @@ SESSIONS = [
 
 @contextmanager
 def process_group(device: str) -> Iterator[None]:
-    """Make the process group that FSDP2 wants, of this process."""
+    """Make the process group that FSDP2 and DeepSpeed want, of this process."""
     store = torch.distributed.HashStore()
     backend = "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo"
     torch.distributed.init_process_group(backend, store=store, rank=0, world_size=1)

@@ -4,11 +4,13 @@ from dataclasses import dataclass
 
 from benchmarks.offload_contenders import (
     ACCUMULATED,
+    ALL_ON_DISK,
     ALONE,
     ALWAYS,
     DEEPSPEED,
     FORMATS,
     FREED,
+    FROM_DISK,
     NEVER,
     STREAMED,
     TORCHAO,
@@ -64,6 +66,12 @@ def _rows() -> dict[str, Row]:
         # And on a small GPU: only-streamed-compact --gpu-gib 24 --layers 43 --width 5120 --batch 1
         names = (ours(form, STREAMED),)
         found[f"only-streamed-{form}"] = Row(f"step, {state}, {STREAMED}, alone", names, form)
+        names = (ours(form, FROM_DISK), ours(form, STREAMED))
+        found[f"nvme-{form}"] = Row(f"step, {state}, {FROM_DISK}", names, form)
+        names = (ours(form, ALL_ON_DISK), ours(form, FROM_DISK), ours(form, STREAMED))
+        found[f"all-nvme-{form}"] = Row(f"step, {state}, {ALL_ON_DISK}", names, form)
+        names = (ours(form, ALL_ON_DISK),)
+        found[f"only-nvme-{form}"] = Row(f"step, {state}, {ALL_ON_DISK}, alone", names, form)
         names = (ours(form, ACCUMULATED), on_gpu(form, ACCUMULATED))
         found[f"accumulate-{form}"] = Row(f"step, {state}, {ACCUMULATED}", names, form)
     return found

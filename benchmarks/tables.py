@@ -340,6 +340,9 @@ def _offload() -> Table:
         "others",
         "only",
         "only-streamed",
+        "nvme",
+        "all-nvme",
+        "only-nvme",
         "host",
     )
     workloads = [ROWS[f"{use}-{form}"].work for form in FORMATS for use in uses]

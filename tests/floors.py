@@ -85,7 +85,7 @@ ROOMS = {  # inside of a package, likewise; its __init__ may import all
         ("pipeline", "state_intake"),
         ("disk", "memory_estimate", "state_of_params"),
         ("optimizer",),
-        ("timeline",),
+        ("summed_gradient", "timeline"),
     ),
     "moe": (
         (
@@ -122,8 +122,8 @@ ROOMS = {  # inside of a package, likewise; its __init__ may import all
             *("agreement", "all_processes", "blocks", "borrowing", "calls", "counters", "memory"),
             *("kinds_of_parameters", "names", "saved_model", "torch_steps", "unreduced"),
         ),
-        ("rows", "scaling", "sharding", "shared_experts", "shown", "units"),
-        ("accumulate", "alone", "drawing", "gather", "stages", "streaming", "whole_weights"),
+        ("rows", "scaling", "sharding", "shared_experts", "shown", "streaming", "units"),
+        ("accumulate", "alone", "drawing", "gather", "stages", "whole_weights"),
         ("checkpoint", "init"),
         ("deepspeed_folders",),
         ("loading",),
@@ -131,7 +131,7 @@ ROOMS = {  # inside of a package, likewise; its __init__ may import all
     ),
     "zero/streaming": (
         ("order", "pieces", "rest"),
-        ("moves", "scratch"),
+        ("arguments", "moves", "scratch"),
         ("staging",),
         ("fetched",),
         ("gradients", "saved_weights"),
@@ -149,7 +149,7 @@ ROOMS = {  # inside of a package, likewise; its __init__ may import all
     "engine": (
         (
             *("compiling", "data", "leaf_modules", "loss_scale", "metrics", "optimizers"),
-            *("processes", "resuming", "stepping", "token_dropping"),
+            *("processes", "resuming", "stepping", "streaming", "token_dropping"),
         ),
         ("monitors", "settings"),
         ("checkpoints", "planning"),

@@ -14,16 +14,19 @@ from torch import Tensor
 
 from deepspeed_ext.compat.engine import optimizer_of
 from deepspeed_ext.dtensors import full, is_dtensor, local, part_for, spread
+from deepspeed_ext.offload.summed_gradient import gradient_of
+from deepspeed_ext.ops.optimizers.state_formats import join_float32, split_float32
+from deepspeed_ext.optim.formats import MASTER, REMAINDER
 
 
 def safe_get_full_fp32_param(param: Tensor) -> Tensor | None:
     """Return the whole master weight in float32, or None."""
-    return _whole(param) if _is_stepped(param) else None
+    return _whole(_master(param)) if _is_stepped(param) else None
 
 
 def safe_get_full_grad(param: Tensor) -> Tensor | None:
     """Return the whole gradient in float32, or None."""
-    return _whole(param.grad)
+    return _whole(gradient_of(optimizer_of(param), param))
 
 
 def safe_get_full_optimizer_state(param: Tensor, optim_state_key: str) -> Tensor | None:
@@ -33,12 +36,12 @@ def safe_get_full_optimizer_state(param: Tensor, optim_state_key: str) -> Tensor
 
 def safe_get_local_fp32_param(param: Tensor) -> Tensor | None:
     """Return this process's part of the master weight, or None."""
-    return _part(param) if _is_stepped(param) else None
+    return _part(_master(param)) if _is_stepped(param) else None
 
 
 def safe_get_local_grad(param: Tensor) -> Tensor | None:
     """Return this process's part of the gradient."""
-    return _part(param.grad)
+    return _part(gradient_of(optimizer_of(param), param))
 
 
 def safe_get_local_optimizer_state(param: Tensor, optim_state_key: str) -> Tensor | None:
@@ -49,6 +52,7 @@ def safe_get_local_optimizer_state(param: Tensor, optim_state_key: str) -> Tenso
 def safe_set_full_fp32_param(param: Tensor, value: Tensor) -> None:
     """Write a whole master weight, of which each process takes its part."""
     _write("safe_set_full_fp32_param", param, value, is_whole=True)
+    _write_master(param, value, is_whole=True)
 
 
 def safe_set_full_grad(param: Tensor, value: Tensor) -> None:
@@ -65,6 +69,7 @@ def safe_set_full_optimizer_state(param: Tensor, value: Tensor, optim_state_key:
 def safe_set_local_fp32_param(param: Tensor, value: Tensor) -> None:
     """Write this process's part of the master weight."""
     _write("safe_set_local_fp32_param", param, value, is_whole=False)
+    _write_master(param, value, is_whole=False)
 
 
 def safe_set_local_grad(param: Tensor, value: Tensor) -> None:
@@ -102,6 +107,37 @@ def _entry(param: Tensor, key: str) -> Tensor | None:
     optimizer = optimizer_of(param)
     entry: Tensor | None = None if optimizer is None else optimizer.state.get(param, {}).get(key)
     return entry
+
+
+def _master(param: Tensor) -> Tensor:
+    """Return what has all bits of a weight: it itself, or its master weight.
+
+    Where a weight was written since, the next step makes its master weight anew.
+    """
+    master, lower = _entry(param, MASTER), _entry(param, REMAINDER)
+    kept = lower if master is None else master
+    if kept is None:
+        return param
+    part = local(param.detach()).to(local(kept).device)
+    if master is None:
+        found = join_float32(part, local(kept))
+    else:
+        found = torch.where(local(kept).to(part.dtype) == part, local(kept), part.float())
+    return spread(found, param) if is_dtensor(param) else found
+
+
+def _write_master(param: Tensor, value: Tensor, is_whole: bool) -> None:
+    """Write the bits that a weight of 16 bits, which is written already, has no room for."""
+    master, lower = _entry(param, MASTER), _entry(param, REMAINDER)
+    with torch.no_grad():
+        if master is not None:
+            part = part_for(value, param) if is_whole else value
+            local(master).copy_(part)
+        elif lower is not None:
+            part = part_for(value, param) if is_whole else value
+            upper, rest = split_float32(part.float())
+            local(param).copy_(upper)
+            local(lower).copy_(rest)
 
 
 def _whole(tensor: Tensor | None) -> Tensor | None:

@@ -144,19 +144,23 @@ class Named:
         make = partial(OffloadOptimizer, optimizer_class=self._in_host, **offload)
         return self._called(make, groups, self._options)
 
-    def estimated(self, params: list[nn.Parameter], gpu_fraction: float) -> "Estimate":
+    def estimated(
+        self, params: list[nn.Parameter], gpu_fraction: float, **offload: Any
+    ) -> "Estimate":
         """Return what an optimizer that steps in host memory takes.
 
         Args:
             params: of one process, also on meta.
             gpu_fraction: of OffloadOptimizer.
+            offload: other options of it, which those of the config come before.
         """
         from deepspeed_ext.offload import estimate
 
         own = _options_of_offload() - {*inspect.signature(estimate).parameters}
         options = {name: value for name, value in self._options.items() if name not in own}
         assert self._in_host is not None
-        return estimate(params, self._in_host, gpu_fraction=gpu_fraction, **options)
+        options = {"gpu_fraction": gpu_fraction, **offload, **options}
+        return estimate(params, self._in_host, **options)
 
     def _called(self, make: Make, groups: list[Group], options: Group) -> torch.optim.Optimizer:
         try:

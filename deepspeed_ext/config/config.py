@@ -5,7 +5,6 @@ from typing import Any
 
 from pydantic import PrivateAttr, ValidationError
 
-from deepspeed_ext.config import refusals
 from deepspeed_ext.config.batch_sizes import BatchSizes, solve
 from deepspeed_ext.config.kinds import AUTO, Dtype, shown, thawed
 from deepspeed_ext.config.reading import Source, plain
@@ -36,9 +35,29 @@ class Config(Root):
 
     @property
     def offloads_params(self) -> bool:
-        """Whether parameters rest in host memory, where they are stepped."""
+        """Whether parameters rest in host memory or on disk, where they are stepped."""
         zero = self.zero_optimization
-        return zero.stage == 3 and zero.offload_param.device == "cpu"
+        return zero.stage == 3 and zero.offload_param.device != "none"
+
+    @property
+    def used_dtype(self) -> Dtype | None:
+        """That weights are used in; None: their own."""
+        if not (self.bf16.enabled or self.fp16.enabled):
+            return None
+        import torch
+
+        return torch.bfloat16 if self.bf16.enabled else torch.float16
+
+    @property
+    def has_masters(self) -> bool:
+        """Whether there are master weights beside those that are used."""
+        return self.used_dtype is not None and not self.low_precision
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether one process may train without casts and reductions, below stage 3."""
+        reduces_unused = not self.zero_optimization.ignore_unused_parameters
+        return not (self.used_dtype or self.communication_data_type or reduces_unused)
 
     @property
     def state_dtype(self) -> Dtype | None:
@@ -192,22 +211,14 @@ class Examined:
         problems += self._of_random_ltd(config)
         self._warn_of_other_patterns(config)
         zero = config.zero_optimization
-        streamed = refusals.STREAMED
         if zero.offload_param.device != "none":
-            path = self.found.paths.get(streamed.key, "zero_optimization.cpu_offload_params")
-            if zero.stage == 3 and not streamed.asks(zero.offload_param.device):
-                if zero.offload_optimizer.ratio < 1:
-                    path = self.found.paths["zero_optimization.offload_optimizer.ratio"]
-                    self.found.warnings.append(
-                        f"config: {path} acts nowhere: parameters rest in host memory"
-                    )
-            elif zero.stage == 3:
-                problems.append(
-                    f"config: {path} is {shown(zero.offload_param.device)}, expected"
-                    f" {streamed.expected}; {streamed.instead}"
-                )
-            else:
+            paths, old = self.found.paths, "zero_optimization.cpu_offload_params"
+            path = paths.get("zero_optimization.offload_param.device", old)
+            if zero.stage < 3:
                 self.found.warnings.append(f"config: {path} acts nowhere: it is for stage 3")
+            elif zero.offload_optimizer.ratio < 1:
+                path = paths["zero_optimization.offload_optimizer.ratio"]
+                self.found.warnings.append(f"config: {path} acts nowhere: parameters rest")
         return problems
 
     def _of_random_ltd(self, config: Config) -> list[str]:

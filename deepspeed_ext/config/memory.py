@@ -10,16 +10,19 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from deepspeed_ext.config.classes import Named
+from deepspeed_ext.config.classes import Named, steps_in_host
 from deepspeed_ext.config.config import Config
 from deepspeed_ext.io.checkpoint.shards import Shards
-from deepspeed_ext.offload.memory_estimate import GRADIENTS, SHADOW, SUMS, WEIGHTS
+from deepspeed_ext.offload.memory_estimate import AT_REST, GRADIENTS, SHADOW, SUMS, WEIGHTS
+from deepspeed_ext.offload.streamed import AT_HOME, set_home
 from deepspeed_ext.ops.optimizers.state_formats import BLOCK
 from deepspeed_ext.optim.base import FlatStateOptimizer
 from deepspeed_ext.optim.formats import SCALE
+from deepspeed_ext.zero.streaming.rest import large_ones
 
 OP = "config check"
 _SAMPLE = 1 << 12  # elements of a parameter that tells what a class of torch's keeps
+_NO_STATE = (GRADIENTS, SUMS, SHADOW)
 _OF_A_BLOCK = re.compile(r".*?\.\d+\.")  # the name up to its first number
 Described = Mapping[str, Tensor]
 
@@ -31,20 +34,23 @@ class Needs:
     Attributes:
         gpu: where the parameters are.
         host: of host memory.
+        scratch: of what rests on a disk.
         disk: of a checkpoint of all processes together.
     """
 
     gpu: Counter[str] = field(default_factory=Counter)
     host: Counter[str] = field(default_factory=Counter)
+    scratch: Counter[str] = field(default_factory=Counter)
     disk: int = 0
 
     def rows(self) -> Iterator[tuple[str, int, int, int]]:
         """Yield kind, bytes on the GPU, in host memory and on disk; the totals last."""
-        for kind in dict.fromkeys((*self.gpu, *self.host)):
-            if self.gpu[kind] or self.host[kind]:
-                yield kind, self.gpu[kind], self.host[kind], 0
+        columns = self.gpu, self.host, self.scratch
+        for kind in dict.fromkeys((*self.gpu, *self.host, *self.scratch)):
+            if any(column[kind] for column in columns):
+                yield kind, self.gpu[kind], self.host[kind], self.scratch[kind]
         yield "a checkpoint, of all", 0, 0, self.disk
-        yield "total", self.gpu.total(), self.host.total(), self.disk
+        yield "total", self.gpu.total(), self.host.total(), self.scratch.total() + self.disk
 
 
 def described(folder: Path) -> dict[str, Tensor]:
@@ -67,7 +73,8 @@ def needs_of(config: Config, weights: Described, processes: int) -> Needs:
     All weights are taken to be trained, and the blocks of stage 3 to be those that have a number in
     their name. Processes hold as many rows as the one that has most.
 
-    Weights that rest in host memory have gradients and state there, too.
+    Weights that rest in host memory have gradients and state there, too. Those of one process are
+    taken to stream, by `zero.stream`.
 
     Args:
         config: that was read.
@@ -77,17 +84,54 @@ def needs_of(config: Config, weights: Described, processes: int) -> Needs:
     Raises:
         ValueError: the optimizer of the config is none, or the batch sizes do not fit together.
     """
-    stage, is_mixed = config.zero_optimization.stage, config.bf16.enabled or config.fp16.enabled
+    stage, is_mixed = config.zero_optimization.stage, config.used_dtype is not None
+    if config.offloads_params and processes == 1 and _is_offloaded(config):
+        return _streamed(config, weights)
     shares = processes if stage else 1
     if is_mixed:  # what is kept are master weights, if there are any
         kept = torch.bfloat16 if config.low_precision else torch.float32
         weights = {name: weight.to(kept) for name, weight in weights.items()}
     needs = _kept(config, [_rows(weight, shares) for weight in weights.values()])
     kinds = (needs.gpu + needs.host).items()
-    state = sum(n for kind, n in kinds if kind not in (WEIGHTS, GRADIENTS, SUMS, SHADOW))
+    state = sum(n for kind, n in kinds if kind not in (WEIGHTS, *_NO_STATE))
     needs.disk = sum(weight.nbytes for weight in weights.values()) + shares * state
     if is_mixed or processes > 1 or stage == 3:
         _add_gathered(needs.gpu, config, weights, processes)
+    return needs
+
+
+def _is_offloaded(config: Config) -> bool:
+    """Tell whether OffloadOptimizer steps what rests, or nothing does."""
+    return config.optimizer is None or steps_in_host(config.optimizer.type)
+
+
+def _streamed(config: Config, weights: Described) -> Needs:
+    """Return what one process needs whose weights come block by block."""
+    dtype = config.used_dtype
+    params = {n: nn.Parameter(w if dtype is None else w.to(dtype)) for n, w in weights.items()}
+    blocks: dict[str, list[str]] = {}
+    for name in weights:
+        if found := _OF_A_BLOCK.match(name):
+            blocks.setdefault(found[0], []).append(name)
+    rest = [large_ones([params[name] for name in names]) for names in blocks.values()]
+    for param in (param for block in rest for param in block):
+        set_home(param, AT_HOME)
+    sizes = sorted((sum(param.nbytes for param in block) for block in rest), reverse=True)
+    of_all = sum(param.nbytes for param in params.values())
+    needs = Needs(Counter({WEIGHTS: of_all - sum(sizes)}))
+    if config.optimizer is not None:
+        named = Named(OP, config.optimizer.type, config.optimizer.params, "cpu", True)
+        more = {"master": "float32"} if config.has_masters else {}
+        estimate = named.estimated([*params.values()], 0.0, free_grads=True, **more)
+        needs = Needs(Counter(estimate.gpu), Counter(estimate.host))
+    state = sum(n for kind, n in needs.host.items() if kind not in (WEIGHTS, *_NO_STATE))
+    needs.disk = of_all + state
+    needs.gpu["blocks on the GPU"] = sum(sizes[:2])
+    if config.zero_optimization.offload_param.device == "nvme":
+        needs.host["blocks that are read"] = 2 * max(sizes, default=0)
+        needs.scratch[AT_REST] = sum(sizes)
+    else:
+        needs.host[AT_REST] = sum(sizes)
     return needs
 
 

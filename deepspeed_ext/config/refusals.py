@@ -184,10 +184,4 @@ REFUSALS = (
     _unfit("optimizer.params.local_step_clipper", _ONE_BIT),
     _unfit("optimizer.params.max_grad_norm", "use gradient_clipping"),
 )
-STREAMED = Refusal(  # asked only in stage 3
-    f"{_ZERO}offload_param.device",
-    _is_one_of("nvme"),
-    '"cpu" or "none" in stage 3',
-    "parameters on NVMe are zero.stream's; state may be there, by offload_optimizer",
-)
 OF = {row.key: tuple(each for each in REFUSALS if each.key == row.key) for row in REFUSALS}

@@ -33,7 +33,8 @@ from deepspeed_ext.config.sparse_attention import SparseAttention
 
 PARAMS = Reader("an object", FrozenMapping)
 
-_NVME = "of parameters on NVMe, which are not here"
+_BLOCKS = "parameters on NVMe come by pinned memory of two blocks"
+_CACHE = "the kernel's page cache holds of parameters on NVMe what fits beside all else"
 _RING = "state on disk comes and goes by a ring of 1 GiB at the most"
 _BESIDE = "pieces of state are read and written beside the steps of others"
 _LAUNCHER = "read by DeepSpeed's launcher alone"
@@ -68,7 +69,7 @@ class OffloadOptimizer(Block):
     ] = None
     buffer_count: Annotated[int, whole(1), so_anyway(_RING)] = 4
     buffer_size: Annotated[int, SIZE, so_anyway(_RING)] = 100_000_000
-    max_in_cpu: Annotated[int, SIZE, nowhere(_NVME)] = 1_000_000_000
+    max_in_cpu: Annotated[int, SIZE, so_anyway(_CACHE)] = 1_000_000_000
     pipeline: Annotated[bool, FLAG, so_anyway(_BESIDE)] = False
     pipeline_read: Annotated[bool, FLAG, so_anyway(_BESIDE)] = False
     pipeline_write: Annotated[bool, FLAG, so_anyway(_BESIDE)] = False
@@ -84,16 +85,18 @@ class OffloadParam(Block):
         str,
         choice("none", "cpu", "nvme"),
         does(
-            "in stage 3 parameters rest in host memory, and the optimizer steps there; below"
-            " nothing, as in DeepSpeed",
+            "in stage 3 parameters rest in host memory or, of one process, on disk, and the"
+            " optimizer steps there; below nothing, as in DeepSpeed",
             filler="accelerate",
         ),
     ] = "none"
     pin_memory: Annotated[bool, FLAG, so_anyway("host memory beside a GPU is pinned")] = False
-    nvme_path: Annotated[Any, ANYTHING, nowhere(_NVME)] = None
-    buffer_count: Annotated[int, whole(1), nowhere(_NVME)] = 5
-    buffer_size: Annotated[int, SIZE, nowhere(_NVME)] = 100_000_000
-    max_in_cpu: Annotated[int, SIZE, nowhere(_NVME)] = 1_000_000_000
+    nvme_path: Annotated[
+        Any, ANYTHING, does("with device nvme, the folder of the file that has the parameters")
+    ] = None
+    buffer_count: Annotated[int, whole(1), so_anyway(_BLOCKS)] = 5
+    buffer_size: Annotated[int, SIZE, so_anyway(_BLOCKS)] = 100_000_000
+    max_in_cpu: Annotated[int, SIZE, so_anyway(_CACHE)] = 1_000_000_000
 
 
 _NONE: list[str] = []

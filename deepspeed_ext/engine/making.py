@@ -22,6 +22,7 @@ from deepspeed_ext.engine.leaf_modules import set_z3_leaf_module
 from deepspeed_ext.engine.monitors import Reports, monitors_of
 from deepspeed_ext.engine.planning import Plan
 from deepspeed_ext.engine.processes import config_of, join_group, leave_group
+from deepspeed_ext.engine.streaming import stream_model
 from deepspeed_ext.zero.agreement import all_or_none, check_agreement
 from deepspeed_ext.zero.all_processes import mesh_of_all
 from deepspeed_ext.zero.alone import keep_whole
@@ -54,7 +55,9 @@ def initialize(
 
     All processes of torchrun call it; without torchrun there is one. The model is sharded by
     `zero.shard` in the config's stage. With bf16 or fp16 its weights become float32 shards, the
-    master weights, and are used in 16 bits; they begin rounded to these, as DeepSpeed's do.
+    master weights, and are used in 16 bits; they begin rounded to these, as DeepSpeed's do. In one
+    process with offload_param it streams, by `zero.stream`: weights are in 16 bits then, and master
+    weights are state of the optimizer.
 
     Args:
         args: of a script; its `deepspeed_config` is the config if that is None.
@@ -79,6 +82,8 @@ def initialize(
     Raises:
         ValueError: an argument or a key of the config is not as it must be; the text names it.
         RuntimeError: torchrun's variables are incomplete.
+        OSError: parameters are to rest on NVMe, and the folder is none to write in, or has too
+            little room; weights may have become 16 bits by then.
     """
     is_in_group, reports = join_group(), None
     try:
@@ -108,7 +113,10 @@ def initialize(
         model = plan.model
         for leaf in plan.leaves:
             set_z3_leaf_module(leaf, True)
-        _shard(model, read, mesh)
+        if plan.streams:
+            stream_model(model, read, mesh)
+        else:
+            _shard(model, read, mesh)
         made = plan.optimizer()
         scheduler = plan.scheduler(made)
         engine = Engine(model, made, scheduler, read, plan.sizes, mesh, is_in_group, reports)
@@ -139,28 +147,26 @@ def _reports(config: Config, mesh: DeviceMesh) -> Reports | None:
 
 
 def _shard(model: nn.Module, config: Config, mesh: DeviceMesh) -> None:
-    used = torch.bfloat16 if config.bf16.enabled else torch.float16
-    is_mixed = config.bf16.enabled or config.fp16.enabled
-    has_masters = is_mixed and not config.low_precision
-    if is_mixed:
+    used, has_masters = config.used_dtype, config.has_masters
+    if used is not None:
         kept = torch.float32 if has_masters else used
         for param in model.parameters():
             if param.is_floating_point() and param.dtype != kept:
                 param.data = param.data.to(kept)
     stage, reduce_dtype = config.zero_optimization.stage, config.communication_data_type
     reduce_unused = not config.zero_optimization.ignore_unused_parameters
-    if not (is_mixed or reduce_unused or reduce_dtype) and keep_whole(model, stage, mesh):
+    if config.is_plain and keep_whole(model, stage, mesh):
         return
     zero.shard(
         model,
         stage,
         mesh=mesh,
-        param_dtype=used if is_mixed else None,
+        param_dtype=used,
         reduce_dtype=reduce_dtype or (torch.float32 if has_masters else None),
         reduce_unused=reduce_unused,
         offload="cpu" if config.offloads_params else None,
     )
-    if has_masters:
+    if used is not None and has_masters:
         _round(model, used)
     if config.gradient_allreduce_op == "sum":
         for module in model.modules():

@@ -17,6 +17,7 @@ from deepspeed_ext.engine.leaf_modules import leaf_modules_of
 from deepspeed_ext.engine.monitors import check_packages
 from deepspeed_ext.engine.optimizers import Renamed, check_given, placed
 from deepspeed_ext.engine.stepping import scaler_of
+from deepspeed_ext.engine.streaming import streams
 from deepspeed_ext.engine.token_dropping import TokenDropping
 from deepspeed_ext.zero.kinds_of_parameters import is_sharded
 from deepspeed_ext.zero.shared_experts import experts_of
@@ -75,11 +76,17 @@ class Plan:
         block = config.zero_optimization.offload_optimizer
         if block.device != "none":
             self._offload = {"model": model, "gpu_fraction": 1 - block.ratio, **_place(block)}
+        named = config.optimizer if optimizer is None else None
+        if named is not None and self._rests and steps_in_host(named.type):
+            self._offload = self._offload or {"model": model}
+        is_offloaded = self._offload is not None and not _is_made_by(optimizer)
+        self.streams = streams(model, config, mesh, optimizer, is_offloaded)
+        if self.streams and self._offload is not None:
+            self._offload = {**self._offload, "gpu_fraction": 0.0, "free_grads": True}
+            if config.has_masters:
+                self._offload |= {"master": "float32"}
         self._named: Named | None = None
-        if optimizer is None and config.optimizer is not None:
-            named = config.optimizer
-            if self._rests and self._offload is None and steps_in_host(named.type):
-                self._offload = {"model": model}
+        if named is not None:
             device = "cpu" if self._rests else mesh.device_type
             offloads = self._offload is not None
             self._named = Named(
@@ -153,6 +160,11 @@ class Plan:
         if given is not None or self._config.scheduler is None or optimizer is None:
             return given
         return schedule_of(_OP, self._config.scheduler, optimizer)
+
+
+def _is_made_by(optimizer: object) -> bool:
+    """Tell whether this makes the optimizer, which is not known before."""
+    return optimizer is not None and not isinstance(optimizer, Optimizer)
 
 
 def _check_plain(model: nn.Module) -> None:

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn.parameter import is_lazy
 
 from deepspeed_ext.dtensors import is_dtensor, rests_on_host
-from deepspeed_ext.offload.streamed import Take, home_of
+from deepspeed_ext.offload.streamed import Take, home_of, is_beside
 from deepspeed_ext.torch_internals.compiler import untraced
 from deepspeed_ext.torch_internals.modules import is_compiled, is_compiled_in_place
 from deepspeed_ext.torch_internals.tensors import is_watched_in_backward
@@ -202,7 +202,8 @@ def is_final_in_hook(param: Tensor, free_grads: bool) -> bool:
     alone = not torch.distributed.is_available() or not torch.distributed.is_initialized()
     if alone or is_dtensor(param):
         return True
-    return not free_grads and torch.distributed.get_world_size() == 1
+    is_early = not free_grads or is_beside(param)
+    return is_early and torch.distributed.get_world_size() == 1
 
 
 def let_go(end: Callable[[], None], hooks: dict[Tensor, Remove], waiting: list[Remove]) -> None:

@@ -105,7 +105,8 @@ class OffloadOptimizer(torch.optim.Optimizer):
             and GradScaler do, is told to use max_grad_norm. zero_grad(set_to_none=False) leaves
             None, too, and a step without a new gradient does nothing then. What others write to a
             gradient after it has left is lost; where a process group is there, as DDP does that,
-            only DTensors leave before step(). False: they stay on the device, as in torch.
+            only DTensors leave before step(), and in one process models that stream. False: they
+            stay on the device, as in torch.
         gpu_fraction: this share of the bytes of parameters, the first ones, is kept on the device:
             it is stepped there, and has its state there; from 0 to 1. What rests in host memory
             stays there.

@@ -13,6 +13,9 @@ from deepspeed_ext.torch_internals.tensors import past_torch_function
 
 Take = Callable[[Tensor, Tensor], bool]
 _HOME = "_deepspeed_ext_home"  # the attribute of a parameter
+# Streams a parameter without memory, which is only counted.
+AT_HOME: Any = object()
+BESIDE = "_deepspeed_ext_beside"  # likewise
 
 
 class Home(Protocol):
@@ -50,6 +53,34 @@ def home_of(param: Tensor) -> Home | None:
     """Return what streams a parameter, or None."""
     found: Home | None = getattr(param, _HOME, None)
     return found
+
+
+def set_beside(param: Tensor, is_beside: bool = True) -> None:
+    """Say whether a parameter is of a model that streams, itself streamed or not.
+
+    Then its gradients are final when they are there, as those of streamed ones are taken to be,
+    unless there are other processes.
+    """
+    if is_beside:
+        setattr(param, BESIDE, _Mark())
+    elif hasattr(param, BESIDE):
+        delattr(param, BESIDE)
+
+
+def is_beside(param: Tensor) -> bool:
+    """Tell whether that was said."""
+    return getattr(param, BESIDE, None) is not None
+
+
+class _Mark:
+    """Of a parameter; a copy or a pickle has None in its place."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _no_mark, ()
+
+
+def _no_mark() -> None:
+    """Return None."""
 
 
 def at_rest(param: Tensor) -> Tensor:

@@ -32,7 +32,7 @@ def blocks_of(
     if blocks is None:
         repeated = _repeated(model, "")
         return {name: module for name, module in modules.items() if name in repeated}
-    if isinstance(blocks, str | type):
+    if isinstance(blocks, str | type) or not isinstance(blocks, Iterable):
         what = "the string " if isinstance(blocks, str) else ""
         raise TypeError(f"{op}: blocks is {what}{blocks!r}, expected several in a list")
     found: set[str] = set()

@@ -13,9 +13,10 @@ from deepspeed_ext.dtensors import first_index, is_cut_in_rows, is_dtensor, loca
 from deepspeed_ext.io import AsyncIO
 from deepspeed_ext.io.engine.window import Window
 from deepspeed_ext.zero.drawing import Drawing, is_untouched
-from deepspeed_ext.zero.memory import allocate
+from deepspeed_ext.zero.memory import allocate, is_empty, note_filled
 from deepspeed_ext.zero.names import plain_name
 from deepspeed_ext.zero.saved_model import TensorSlice, read_rows, slices_in
+from deepspeed_ext.zero.streaming import computes_on
 from deepspeed_ext.zero.units import Unit, named_tensors, units_of
 
 _OP = "zero.Init"
@@ -77,12 +78,14 @@ class Init:
     def fill(self, model: nn.Module, device: torch.device | str | None = None) -> nn.Module:
         """Give all parameters and buffers on meta memory and values; others stay as they are.
 
+        Those of a model that streams, which have memory to rest in, get values there.
+
         Nothing is exchanged between processes.
 
         Args:
             model: sharded, or not: then it is filled whole.
             device: of what is not sharded, and where random numbers are drawn; None: that of the
-                mesh, or the CPU.
+                mesh, or where a model that streams computes, or the CPU.
 
         Returns:
             The model.
@@ -93,16 +96,19 @@ class Init:
             OSError: a file cannot be read.
         """
         device = _device_of(model) if device is None else torch.device(device)
-        wanted = {n: t for n, t in named_tensors(model) if t.is_meta}
+        wanted = {n: t for n, t in named_tensors(model) if is_empty(t)}
         slices = self._slices(wanted, set(map(plain_name, model.state_dict())))
         units = units_of(model, set(wanted))
         with torch.no_grad():
             for tensor in dict.fromkeys(wanted.values()):
-                allocate(tensor, device)
+                if tensor.is_meta:
+                    allocate(tensor, device)
             unfilled = self._draw(units, set(slices), device)
             if unfilled:
                 _refuse_unfilled(unfilled)
             self._read(model, slices)
+        for tensor in wanted.values():
+            note_filled(tensor)
         return model
 
     def _slices(self, wanted: dict[str, Tensor], known: set[str]) -> dict[str, TensorSlice]:
@@ -174,7 +180,7 @@ def _device_of(model: nn.Module) -> torch.device:
     for param in model.parameters():
         if is_dtensor(param):
             return torch.device(param.device_mesh.device_type)
-    return torch.device("cpu")
+    return computes_on(model) or torch.device("cpu")
 
 
 def _refuse_unfilled(names: list[str]) -> None:

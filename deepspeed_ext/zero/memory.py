@@ -6,9 +6,11 @@ import torch
 from torch import Tensor, nn
 
 from deepspeed_ext.dtensors import RESTS, is_dtensor, rests_on_host, spread
-from deepspeed_ext.torch_internals.tensors import part_of
+from deepspeed_ext.offload.streamed import BESIDE
+from deepspeed_ext.torch_internals.tensors import part_of, version_of
 
 _WORTH_IT = 1 << 20  # bytes
+_EMPTY = "_deepspeed_ext_empty"  # attribute of a parameter: its version when it got memory
 
 
 def allocate(tensor: Tensor, device: torch.device) -> None:
@@ -32,9 +34,24 @@ def put(tensor: Tensor, part: Tensor) -> None:
     made: Tensor = spread(part, tensor) if is_dtensor(tensor) else part
     if isinstance(tensor, nn.Parameter):
         made = nn.Parameter(made, requires_grad=tensor.requires_grad)
-    if RESTS in vars(tensor):
-        vars(made)[RESTS] = True
+    kept = {name: vars(tensor)[name] for name in (RESTS, BESIDE) if name in vars(tensor)}
+    vars(made).update(kept)
     torch.utils.swap_tensors(tensor, made)
+
+
+def note_empty(tensor: Tensor) -> None:
+    """Say that a tensor has memory, and no values yet: `Init.fill` is to give it some."""
+    vars(tensor)[_EMPTY] = version_of(tensor)
+
+
+def is_empty(tensor: Tensor) -> bool:
+    """Tell whether a tensor has no values, on meta or because nobody has written any since."""
+    return tensor.is_meta or vars(tensor).get(_EMPTY) == version_of(tensor)
+
+
+def note_filled(tensor: Tensor) -> None:
+    """Say that it has."""
+    vars(tensor).pop(_EMPTY, None)
 
 
 def give_back(size: int) -> None:

@@ -152,6 +152,19 @@ def show(param: nn.Parameter) -> Tensor:
     return param.detach()
 
 
+def make_whole(param: nn.Parameter) -> None:
+    """Make a parameter whole for good whose rows, in one process, are all of it: it has them."""
+    rows = rows_of(param)
+    assert rows is not None
+    with past_torch_function():
+        dtype = param.dtype
+    param.__class__ = nn.Parameter
+    with torch.no_grad():
+        param.data = local(rows).to(dtype)
+    for name in [name for name in vars(param) if name == _ROWS or name.startswith("ds_")]:
+        del vars(param)[name]
+
+
 @contextmanager
 def in_whole_shapes(model: nn.Module) -> Iterator[None]:
     """Let parameters on meta, of the whole shape, stand for those that have only rows here.

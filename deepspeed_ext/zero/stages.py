@@ -31,6 +31,7 @@ from deepspeed_ext.zero.shared_experts import (
     experts_of,
     how_to_shard,
 )
+from deepspeed_ext.zero.streaming import is_streamed
 
 _OP = "zero.shard"
 _log = logging.getLogger("deepspeed_ext")
@@ -225,6 +226,10 @@ def _check_model(model: nn.Module) -> None:
                 f"{_OP}: model has {name or 'itself'!r}, which is sharded already, expected a"
                 " model that is not"
             )
+    if is_streamed(model):
+        raise ValueError(
+            f"{_OP}: model is streamed, expected one that is not; zero.stream is for one process"
+        )
     params = dict(model.named_parameters())
     if not params:
         raise ValueError(f"{_OP}: model has no parameters, expected some")

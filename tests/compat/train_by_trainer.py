@@ -39,7 +39,7 @@ CASES = (
     *LORA,
 )
 # Those whose parameters rest in host memory, of which DeepSpeed's numbers are those of others.
-RESTING = ("3-bf16-params-config-2", "3-float32-params-trainer-2")
+RESTING = ("3-bf16-params-config-2", "3-float32-params-trainer-2", "3-fp16-params-config-1")
 LAUNCHED = "accelerate"
 SIZES = {"vocab_size": 32, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2}
 HEADS = {"num_attention_heads": 2, "num_key_value_heads": 2}

@@ -43,17 +43,6 @@ OWNED = {
         {"compression_training": {"layer_reduction": {"enabled": True, "keep_number_layer": 6}}},
         "compression_training",
     ),
-    "optimizer on NVMe": _refused(
-        {
-            "zero_optimization": {
-                "stage": 3,
-                "offload_optimizer": {"device": "nvme", "nvme_path": "/scratch"},
-                "offload_param": {"device": "nvme", "nvme_path": "/scratch"},
-            },
-            "aio": {"thread_count": 1},
-        },
-        "zero_optimization.offload_param.device",
-    ),
     "timings and a profile": _refused(
         {
             "wall_clock_breakdown": True,

@@ -233,6 +233,35 @@ ZERO = {
         },
         (f"{_ZERO}.offload_param.pin_memory",),
     ),
+    "parameters and optimizer on NVMe": Sample(
+        {
+            "train_batch_size": 2,
+            "zero_optimization": {
+                "stage": 3,
+                "offload_optimizer": {"device": "nvme", "nvme_path": "/scratch"},
+                "offload_param": {
+                    "device": "nvme",
+                    "nvme_path": "/scratch",
+                    "buffer_count": 6,
+                    "buffer_size": 1e9,
+                    "max_in_cpu": 1e9,
+                },
+            },
+            "aio": {"thread_count": 1},
+        },
+        {
+            "train_batch_size": 2,
+            "zero_optimization.stage": 3,
+            f"{_OPTIMIZER}.device": "nvme",
+            f"{_OPTIMIZER}.nvme_path": "/scratch",
+            f"{_ZERO}.offload_param.device": "nvme",
+            f"{_ZERO}.offload_param.nvme_path": "/scratch",
+        },
+        (
+            *_under(f"{_ZERO}.offload_param", "buffer_count buffer_size max_in_cpu"),
+            "aio",
+        ),
+    ),
     "part of the optimizer on the host": Sample(
         {
             "train_batch_size": 2,

@@ -7,7 +7,7 @@ import pytest
 from deepspeed_ext.config import read
 from deepspeed_ext.config.kinds import ANYTHING, DTYPE, FLAG, Effect
 from deepspeed_ext.config.page import page
-from deepspeed_ext.config.refusals import REFUSALS, STREAMED
+from deepspeed_ext.config.refusals import REFUSALS
 from deepspeed_ext.config.tree import KNOWN_PARAMS, Root
 from deepspeed_ext.config.walk import block_of, key_of
 
@@ -149,16 +149,17 @@ def test_parameters_are_offloaded_in_stage_3_alone():
     for device in ("cpu", "nvme"):
         zero = {"stage": 2, "offload_param": {"device": device}}
         config = read({"zero_optimization": zero})
-        assert config.warnings == (f"config: {STREAMED.key} acts nowhere: it is for stage 3",)
+        key = "zero_optimization.offload_param.device"
+        assert config.warnings == (f"config: {key} acts nowhere: it is for stage 3",)
         assert not config.offloads_params
-    with pytest.raises(ValueError, match=f"^config: {STREAMED.key} is .nvme., expected .cpu. or"):
-        read({"zero_optimization": {**zero, "stage": 3}})
+        config = read({"zero_optimization": {**zero, "stage": 3}})
+        assert config.warnings == () and config.offloads_params
     config = read({"zero_optimization": {"stage": 3, "cpu_offload_param": True}})
     (warning,) = config.warnings
     assert config.offloads_params and "is an old name; use" in warning
     zero = {"stage": 3, "offload_param": {"device": "cpu"}, "offload_optimizer": {"ratio": 0.5}}
     (warning,) = read({"zero_optimization": zero}).warnings
-    assert warning.endswith("offload_optimizer.ratio acts nowhere: parameters rest in host memory")
+    assert warning.endswith("offload_optimizer.ratio acts nowhere: parameters rest")
 
 
 def test_old_names_may_stand_beside_what_they_mean():

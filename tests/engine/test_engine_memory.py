@@ -68,7 +68,41 @@ def has(row, folder):
         assert 0 <= needs.disk - whole - shares * said.total() < 64  # counts of steps
 
 
+def streams(row, folder):
+    """Weights of one process that come block by block, from host memory or a disk."""
+    optimizer, precision, device = row.split("-")
+    rest = {"device": device, "nvme_path": str(folder) if device == "nvme" else None}
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "zero_optimization": {"stage": 3, "offload_param": rest},
+        "optimizer": ROWS[optimizer],
+        precision: {"enabled": True},
+    }
+    model = Net()
+    weights = {name: param.detach().to("meta") for name, param in model.named_parameters()}
+    needs = needs_of(read(config), weights, dist.get_world_size())
+    engine = deepspeed_ext.initialize(model=model, config=config)[0]
+    engine.backward(engine(torch.arange(10)))
+    engine.step()
+    stream = engine.module._zero_stream.stats()
+    resting = needs.scratch if device == "nvme" else needs.host
+    assert resting["weights at rest"] == stream["resting_bytes"] == 2 * 2 * (6 * 6 + 6)
+    assert stream["disk_bytes"] == (stream["resting_bytes"] if device == "nvme" else 0)
+    of_all = sum(param.nbytes for param in engine.parameters())
+    assert needs.gpu["weights"] == of_all - stream["resting_bytes"]
+    assert needs.gpu["blocks on the GPU"] == stream["resting_bytes"]
+    state: Counter[str] = Counter()
+    for entry in engine.optimizer.state.values():
+        for key, value in entry.items():
+            if isinstance(value, Tensor) and value.dim():
+                state[key] += value.nbytes
+    said = Counter({key: size for key, size in needs.host.items() if key in state})
+    assert state <= said <= state + Counter(dict.fromkeys(state, 256 * len(weights))), said
+    assert "master_param" in state
+
+
 CASES = [
+    *(Case(1, "streams", f"adam-bf16-{device}") for device in ("cpu", "nvme")),
     *(
         Case(2, "has", row)
         for row in ("2-adam-bf16-none", "3-lamb-bf16-none", "0-torch's-bf16-none")

@@ -107,8 +107,12 @@ def test_arguments(tmp_path):
         offload.saved_tensors("nvme")
     with pytest.raises(ValueError, match="nvme_path is '/x', expected None with 'cpu'"):
         offload.saved_tensors("cpu", nvme_path="/x")
-    with pytest.raises(ValueError, match="budget is 'much', expected bytes"):
-        offload.saved_tensors(budget="much")
+    for budget in ("much", 1.5, True, float("nan"), [1]):
+        with pytest.raises(ValueError, match=r"^saved_tensors: budget is .*, expected bytes, as 2"):
+            offload.saved_tensors(budget=budget)
+    with pytest.raises(ValueError, match=r"^saved_tensors: min_bytes is 0.5, expected bytes"):
+        offload.saved_tensors(min_bytes=0.5)
+    assert offload.saved_tensors(budget=2e6) and offload.saved_tensors(budget="0.1KiB")
     with pytest.raises(ValueError, match="min_bytes is -1, expected 0 bytes or more"):
         offload.saved_tensors(min_bytes=-1)
     with pytest.raises(OSError, match="nowhere"):

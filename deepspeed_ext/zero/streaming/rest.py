@@ -10,11 +10,13 @@ from deepspeed_ext.dtensors import is_dtensor
 from deepspeed_ext.offload.host_tensors import Memory, host_memory
 from deepspeed_ext.processors import share_here
 from deepspeed_ext.torch_internals.modules import buffers_of
+from deepspeed_ext.zero.memory import note_empty, put
 
 OP = "zero.stream"
 # Parameters with fewer elements than this part of their block's largest one stay on the device:
 # norms, biases, routers, adapters. To bring them would cost calls, and save next to nothing.
 _SMALL = 64
+_META = torch.device("meta")
 
 
 def streamed_parameters(model: nn.Module, blocks: dict[str, nn.Module]) -> list[list[nn.Parameter]]:
@@ -34,14 +36,16 @@ def streamed_parameters(model: nn.Module, blocks: dict[str, nn.Module]) -> list[
     seen = set(outside)
     found = []
     for block in blocks.values():
-        largest = max((param.numel() for param in block.parameters()), default=0)
-        rows = []
-        for param in block.parameters():
-            if id(param) not in seen and param.numel() * _SMALL >= largest > 0:
-                seen.add(id(param))
-                rows.append(param)
-        found.append(rows)
+        found.append([param for param in large_ones(block.parameters()) if id(param) not in seen])
+        seen.update(map(id, found[-1]))
     return found
+
+
+def large_ones(params: Iterable[nn.Parameter]) -> list[nn.Parameter]:
+    """Return those of a block's parameters that are not small beside its largest one."""
+    known = list(params)
+    largest = max((param.numel() for param in known), default=0)
+    return [param for param in known if param.numel() * _SMALL >= largest > 0]
 
 
 def _check(model: nn.Module, blocks: dict[str, nn.Module]) -> None:
@@ -60,11 +64,6 @@ def _check(model: nn.Module, blocks: dict[str, nn.Module]) -> None:
         if is_lazy(param):
             raise ValueError(
                 f"{OP}: parameter {name!r} has no shape yet, expected one; run the model once"
-            )
-        if param.is_meta:
-            raise ValueError(
-                f"{OP}: parameter {name!r} is on meta, expected it to have memory; load the model"
-                " first"
             )
         if param.is_inference():
             raise ValueError(
@@ -92,6 +91,10 @@ def bring_to_rest(params: list[nn.Parameter], memory_for: Memory) -> None:
         return
     parts = [param.detach() for param in params]
     for param, part, memory in zip(params, parts, memory_for(parts), strict=True):
+        if param.is_meta:
+            put(param, memory)
+            note_empty(param)
+            continue
         param.data = memory.copy_(part)
         if param.grad is not None:
             param.grad = param.grad.to("cpu")
@@ -102,7 +105,7 @@ def bring_to_device(model: nn.Module, device: torch.device, resting: Iterable[Te
     """Bring all other parameters, and the buffers, to the device."""
     rests = set(map(id, resting))
     for param in model.parameters():
-        if id(param) not in rests and param.device != device:
+        if id(param) not in rests and param.device not in (device, _META):
             grad = None if param.grad is None else param.grad.to(device)
             param.grad = None
             param.data = param.data.to(device)
@@ -110,7 +113,7 @@ def bring_to_device(model: nn.Module, device: torch.device, resting: Iterable[Te
     moved: dict[int, Tensor] = {}
     for module in model.modules():
         for name, buffer in buffers_of(module).items():
-            if buffer is not None and buffer.device != device:
+            if buffer is not None and buffer.device not in (device, _META):
                 if id(buffer) not in moved:
                     moved[id(buffer)] = buffer.to(device)
                 buffers_of(module)[name] = moved[id(buffer)]

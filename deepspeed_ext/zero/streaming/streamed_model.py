@@ -14,7 +14,8 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from deepspeed_ext.offload.activations.tracing import untraced_where_compiled
 from deepspeed_ext.offload.copies import CopyStreams
-from deepspeed_ext.offload.streamed import set_home
+from deepspeed_ext.offload.streamed import home_of, set_beside, set_home
+from deepspeed_ext.offload.tiers.room import bytes_in
 from deepspeed_ext.torch_internals.dispatch import (
     current_backward,
     is_in_backward,
@@ -22,6 +23,12 @@ from deepspeed_ext.torch_internals.dispatch import (
 )
 from deepspeed_ext.torch_internals.tensors import past_torch_function
 from deepspeed_ext.zero.blocks import Block, blocks_of
+from deepspeed_ext.zero.memory import is_empty
+from deepspeed_ext.zero.streaming.arguments import (
+    checked_device,
+    checked_folder,
+    kept_in_memory,
+)
 from deepspeed_ext.zero.streaming.fetched import Fetched
 from deepspeed_ext.zero.streaming.gradients import Gradients, nothing
 from deepspeed_ext.zero.streaming.moves import keep_at_rest
@@ -52,17 +59,20 @@ class Stream:
         to: torch.device,
         prefetch: int,
         folder: str | None,
+        budget: int | None,
     ) -> None:
         rows = streamed_parameters(model, blocks)
-        scratch = None if folder is None else ScratchMemory(folder, reserved_bytes(rows))
-        memory_for = pinned_memory if scratch is None else scratch.memory
+        kept = kept_in_memory(rows, budget, folder is not None, 1 + prefetch)
+        scratch = None if folder is None else ScratchMemory(folder, reserved_bytes(rows[kept:]))
         self._scratch = scratch
         self._staging = None if scratch is None else Staging(scratch, 1 + prefetch)
         self._model = weakref.ref(model)
-        self._to = to
+        self._to = self.device = to
         self._prefetch = prefetch
         self._streams = CopyStreams(to)
-        self._gradients = Gradients(self._streams, memory_for, scratch is not None)
+        self._gradients = Gradients(self._streams, pinned_memory, False)
+        of_disk = None if scratch is None else Gradients(self._streams, scratch.memory, True)
+        self._of_disk = of_disk or self._gradients
         self._blocks = weakref.WeakSet(blocks.values())
         self._order = {False: Order(blocks.values()), True: Order(reversed([*blocks.values()]))}
         self._windows = Windows()
@@ -76,19 +86,23 @@ class Stream:
         self._backwards: set[int] = set()  # numbers of those under way that want weights
         self._blocks_of = WeakIdKeyDictionary()  # of what rests
         self._counts = {"fetched": 0, "ahead": 0, "bytes_in": 0}
-        for params in rows:
-            bring_to_rest(params, memory_for)
+        self._empty = [param for params in rows for param in params if param.is_meta]
+        homes = [self._gradients if i < kept else self._of_disk for i in range(len(rows))]
+        for params, home in zip(rows, homes, strict=True):
+            bring_to_rest(params, home.memory)
         bring_to_device(model, to, (param for params in rows for param in params))
-        for params, block in zip(rows, blocks.values(), strict=True):
+        for param in model.parameters():
+            set_beside(param)
+        for params, block, home in zip(rows, blocks.values(), homes, strict=True):
             for param in params:
                 self._blocks_of[param] = weakref.ref(block)
-                set_home(param, self._gradients)
+                set_home(param, home)
         begin, end = _Hook(self, "begin_forward"), _Hook(self, "end_forward")
         self._removes = [
             model.register_forward_pre_hook(begin, prepend=True).remove,
             model.register_forward_hook(end, always_call=True).remove,
         ]
-        for block in blocks.values():
+        for block, home in zip(blocks.values(), homes, strict=True):
             object.__setattr__(block, _BLOCK, True)
             for module in block.modules():
                 if module is block or any(
@@ -98,7 +112,7 @@ class Stream:
                     self._removes += [
                         module.register_forward_pre_hook(before, prepend=True).remove,
                         module.register_forward_hook(after, always_call=True).remove,
-                        keep_at_rest(module, self._blocks_of.__contains__, memory_for),
+                        keep_at_rest(module, self._blocks_of.__contains__, home.memory),
                     ]
         object.__setattr__(model, _MARK, self)
 
@@ -117,7 +131,8 @@ class Stream:
                 "resting_bytes": sum(param.nbytes for param in resting),
                 "disk_bytes": sum(param.nbytes for param in on_disk),
             }
-        return {**self._counts, "bytes_out": self._gradients.bytes_out, **sizes}
+        homes = {self._gradients, self._of_disk}
+        return {**self._counts, "bytes_out": sum(home.bytes_out for home in homes), **sizes}
 
     def close(self) -> None:
         """Stream no more: parameters stay where they are, and the model is an ordinary one.
@@ -135,6 +150,8 @@ class Stream:
         model = self._model()
         if model is not None and getattr(model, _MARK, None) is self:
             object.__delattr__(model, _MARK)
+            for param in model.parameters():
+                set_beside(param, False)
         if self._scratch is not None:
             self._scratch.close()
 
@@ -156,6 +173,12 @@ class Stream:
         """See that nothing is left of a forward or a backward that has failed."""
         if is_in_backward():
             return
+        self._empty = [param for param in self._empty if is_empty(param)]
+        if self._empty:
+            raise RuntimeError(
+                f"{OP}: {len(self._empty)} parameters that were on meta have no values, expected"
+                " some before a forward, as zero.Init's fill(model) gives them"
+            )
         self._windows.close_all()
         with self._lock:
             self._let_go()
@@ -193,7 +216,9 @@ class Stream:
             got = self._for_forward(piece)
         rows = {id(param): row for row, param in enumerate(piece.params)}
         slots = [Slot(at, name, rows[id(param)]) for param, at, name in found]
-        self._windows.begin(Window(module, self, self._gradients, got, slots))
+        home = home_of(piece.params[0])
+        home = home if isinstance(home, Gradients) else self._gradients
+        self._windows.begin(Window(module, self, home, got, slots))
 
     def _forget_broken_calls(self, module: nn.Module, is_block: bool) -> None:
         """Begin anew where Ctrl-C has left calls open, of which torch tells no hook."""
@@ -369,6 +394,17 @@ def _piece(found: list[tuple[Tensor, nn.Module, str]], block: nn.Module | None) 
     return Piece([*{id(param): param for param, *_ in found}.values()], block)
 
 
+def is_streamed(model: nn.Module) -> bool:
+    """Tell whether a model is streamed."""
+    return getattr(model, _MARK, None) is not None
+
+
+def computes_on(model: nn.Module) -> torch.device | None:
+    """Return where a model that streams computes; None: it does not stream."""
+    found: Stream | None = getattr(model, _MARK, None)
+    return None if found is None else found.device
+
+
 def stream(
     model: nn.Module,
     device: str = "cpu",
@@ -376,6 +412,7 @@ def stream(
     to: torch.device | str | None = None,
     blocks: Iterable[Block] | None = None,
     prefetch: int = 1,
+    memory_budget: int | str | None = None,
     nvme_path: str | bytes | os.PathLike[str] | None = None,
 ) -> Stream:
     """Let the weights of a model's blocks rest in host memory or a file, and come as wanted.
@@ -396,14 +433,16 @@ def stream(
     `DeepSpeedCPUAdam`, steps what rests. What is not seen: a weight that forward itself writes by
     `.data`; writes that count versions are taken home.
 
-    With "nvme" the host needs memory for `1 + prefetch` blocks; the kernel's page cache has of the
-    file what fits beside all else. The file has no name, and goes with the process, however that
-    ends, or with the last tensor in it: `close` leaves parameters there, and so does
-    `OffloadOptimizer`. What has got other memory, as by `param.data = ...`, comes from there. A
-    forked child has weights of its own from its first write on; before, it may see the parent's.
+    With "nvme" the host needs memory for `1 + prefetch` blocks, and holds others as far as
+    memory_budget says; the kernel's page cache has of the file what fits beside all else. The file
+    has no name, and goes with the process, however that ends, or with the last tensor in it:
+    `close` leaves parameters there, and so does `OffloadOptimizer`. What has got other memory, as
+    by `param.data = ...`, comes from there. A forked child has weights of its own from its first
+    write on; before, it may see the parent's.
 
     Args:
-        model: of one process, on any device. Its blocks are called as modules; what takes their
+        model: of one process, on any device; what is on meta is to be filled after this, as by
+            `Init.fill`. Its blocks are called as modules; what takes their
             weights outside of a call finds them in host memory.
         device: where weights rest: "cpu", or "nvme" for a disk.
         to: where the model computes; None: the current GPU if there is one, else the CPU.
@@ -411,6 +450,9 @@ def stream(
             outer ones), or classes, beside each other. None: modules of one class listed in a
             ModuleList, Sequential or ModuleDict.
         prefetch: how many blocks are brought ahead of the one that computes, 0 or more.
+        memory_budget: most bytes of host memory for weights, as a number or as "2GiB". With "nvme"
+            the first blocks rest in memory, as far as it holds them beside those that are read;
+            None: none do. With "cpu" it has to hold all that rest.
         nvme_path: for "nvme", a folder on the disk to use; nothing is to be seen there.
 
     Returns:
@@ -426,10 +468,11 @@ def stream(
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"{OP}: model is a {type(model).__name__}, expected a torch.nn.Module")
-    folder = _folder(device, nvme_path)
+    folder = checked_folder(device, nvme_path)
+    budget = bytes_in(f"{OP}: memory_budget", memory_budget)
     if isinstance(prefetch, bool) or not isinstance(prefetch, int) or prefetch < 0:
         raise ValueError(f"{OP}: prefetch is {prefetch!r}, expected a number, 0 or more")
-    if getattr(model, _MARK, None) is not None:
+    if is_streamed(model):
         raise ValueError(f"{OP}: model is streamed already, expected one that is not")
     found = blocks_of(model, blocks, OP)
     if not found:
@@ -437,29 +480,4 @@ def stream(
             f"{OP}: model has no list of modules of one class, expected blocks; name them by"
             " blocks="
         )
-    return Stream(model, found, _device(to), prefetch, folder)
-
-
-def _folder(device: str, path: str | bytes | os.PathLike[str] | None) -> str | None:
-    if device not in ("cpu", "nvme"):
-        raise ValueError(f"{OP}: device is {device!r}, expected 'cpu' or 'nvme'")
-    if device == "cpu" and path is not None:
-        raise ValueError(f"{OP}: nvme_path is given, expected device='nvme' with it")
-    if device == "cpu":
-        return None
-    if path is not None and not isinstance(path, str | bytes | os.PathLike):
-        raise TypeError(f"{OP}: nvme_path is {type(path).__name__}, expected a folder's path")
-    if path is None or not os.fspath(path):
-        raise ValueError(f"{OP}: nvme_path is {path!r}, expected a folder with device='nvme'")
-    return os.path.abspath(os.fsdecode(path))
-
-
-def _device(to: torch.device | str | None) -> torch.device:
-    if to is None:
-        to = "cuda" if torch.cuda.is_available() else "cpu"
-    device = torch.device(to)
-    if device.type not in ("cpu", "cuda"):
-        raise ValueError(f"{OP}: to is {to!r}, expected a CUDA device or the CPU")
-    if device.type == "cuda" and device.index is None:
-        return torch.device("cuda", torch.cuda.current_device())
-    return device
+    return Stream(model, found, checked_device(to), prefetch, folder, budget)

@@ -1,9 +1,11 @@
 """Twenty steps of a streamed model are those of a model in memory, bit for bit."""
 
 import copy
+import pickle
 
 import pytest
 import torch
+import torch.distributed as dist
 from offload_cases import await_speculation
 from stream_cases import (
     Model,
@@ -16,6 +18,7 @@ from stream_cases import (
 from torch import nn
 
 from deepspeed_ext import offload, zero
+from deepspeed_ext.offload.streamed import is_beside
 from deepspeed_ext.optim import DeepSpeedCPUAdam
 
 STEPS = 20
@@ -42,7 +45,10 @@ def train(model, optimizer, device, micro_steps=1, each=lambda step: None, max_n
 @pytest.mark.parametrize("state", FORMATS)
 @pytest.mark.parametrize("micro_steps", [1, 3])
 @pytest.mark.parametrize("kind", ["offload", "free_grads", "free_grads from disk"])
-def test_with_offload_optimizer(device, state, micro_steps, kind, tmp_path):
+@pytest.mark.parametrize("max_norm", [None, 1e-3])
+def test_with_offload_optimizer(device, state, micro_steps, kind, max_norm, tmp_path):
+    if device == "cuda" and max_norm and kind == "offload":
+        pytest.skip("a norm of gradients on a GPU has other last bits")
     dtype = torch.float32 if state in ("float32", "bf16 moments") else torch.bfloat16
     rest = on_disk(tmp_path) if "disk" in kind else None
     streamed, kept, handle = pair(device, rest=rest, dtype=dtype, unused=True, shared=True)
@@ -52,10 +58,12 @@ def test_with_offload_optimizer(device, state, micro_steps, kind, tmp_path):
             model=model,
             lr=1e-2,
             free_grads="free_grads" in kind,
+            max_grad_norm=max_norm,
             **FORMATS[state],
         ) as optimizer:
             train(model, optimizer, device, micro_steps)
             optimizer.synchronize()
+            assert max_norm is None or optimizer.grad_norm > max_norm  # it bites
     assert_equal_models(streamed, kept)
     check_disk(handle, rest)
 
@@ -89,6 +97,32 @@ def test_it_is_stepped_where_it_rests_and_ahead(device, rest):
     assert ours["committed"] > 0 and theirs["committed"] > 0
     assert ours["bytes_back"] < theirs["bytes_back"]
     check_disk(handle, rest)
+
+
+def test_it_is_stepped_ahead_beside_a_process_group_of_one(device):
+    """What does not stream leaves early, too, or no bucket that has any of it would be stepped."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        streamed, kept, handle = pair(device, dtype=torch.bfloat16)
+        copies = copy.deepcopy(streamed), pickle.loads(pickle.dumps(streamed))
+        for model in (streamed, kept):
+            with offload.OffloadOptimizer(
+                model.parameters(), model=model, lr=1e-2, free_grads=True, **FORMATS["compact"]
+            ) as optimizer:
+                for step in range(4):
+                    for micro in range(2):
+                        loss_of(model, some_ids(device, 2 * step + micro)).backward()
+                    await_speculation(optimizer)
+                    optimizer.step()
+                    optimizer.zero_grad()
+                optimizer.synchronize()
+                assert (optimizer.stats()["committed"] > 0) == (model is streamed)
+        assert all(map(is_beside, streamed.parameters()))
+        assert not any(is_beside(param) for model in copies for param in model.parameters())
+        handle.close()
+        assert not any(map(is_beside, streamed.parameters()))
+    finally:
+        dist.destroy_process_group()
 
 
 @pytest.mark.parametrize("max_norm", [None, 0.5])
@@ -167,6 +201,35 @@ def test_with_state_on_disk(device, micro_steps, tmp_path):
     assert_equal_models(streamed, kept)
 
 
+@pytest.mark.parametrize("free", [False, True])
+def test_commits(device, rest, free, tmp_path):
+    """A commit copies weights that rest, and a model that streams goes on from it, in place."""
+    wanted, _, handle = pair(device, rest=rest, dtype=torch.bfloat16)
+    resumed = Model(dtype=torch.bfloat16)
+    with torch.no_grad():
+        for param in resumed.parameters():
+            param.zero_()
+    where = {"device": "nvme", "nvme_path": tmp_path / "run", "durable": True, "free_grads": free}
+    for model in (wanted, resumed):
+        if model is resumed:
+            handle = zero.stream(model, to=device, **rest)
+        places = [param.data_ptr() for param in model.parameters()]
+        with offload.OffloadOptimizer(
+            model.parameters(), model=model, lr=1e-2, resume=True, **where, **FORMATS["compact"]
+        ) as optimizer:
+            first = 0 if optimizer.committed is None else optimizer.committed["step"]
+            assert (first > 0) == (model is resumed)
+            for step in range(first, 8):
+                loss_of(model, some_ids(device, step)).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                if step == 3:
+                    optimizer.commit(step=step + 1)
+        assert [param.data_ptr() for param in model.parameters()] == places or not rest
+        check_disk(handle, rest)
+    assert_equal_models(resumed, wanted)
+
+
 @pytest.mark.parametrize("state", FORMATS)
 def test_with_a_cpu_optimizer_that_clips(state):
     dtype = torch.float32 if state in ("float32", "bf16 moments") else torch.bfloat16
@@ -177,12 +240,24 @@ def test_with_a_cpu_optimizer_that_clips(state):
     assert_equal_models(streamed, kept)
 
 
-def test_frozen_thawed_and_added_later():
-    streamed, kept, _ = pair("cpu", lambda model: model.layers[1].requires_grad_(False))
+STEPPED = {
+    "torch's": lambda model, params: torch.optim.AdamW(params, lr=1e-2),
+    "offload": lambda model, params: offload.OffloadOptimizer(params, model=model, lr=1e-2),
+    "free_grads": lambda model, params: offload.OffloadOptimizer(
+        params, model=model, lr=1e-2, free_grads=True, max_grad_norm=1e-2
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", STEPPED)
+def test_frozen_thawed_and_added_later(device, rest, kind):
+    if device == "cuda" and kind == "torch's":
+        pytest.skip("steps of torch on the CPU have other last bits than those on a GPU")
+    streamed, kept, _ = pair(device, lambda model: model.layers[1].requires_grad_(False), rest)
     for model in (streamed, kept):
         late = set(map(id, model.layers[2].parameters()))
         first = [p for p in model.parameters() if id(p) not in late]
-        optimizer = torch.optim.AdamW(first, lr=1e-2)
+        optimizer = STEPPED[kind](model, first)
 
         def change(step, model=model, optimizer=optimizer):
             if step == 5:
@@ -192,7 +267,7 @@ def test_frozen_thawed_and_added_later():
             if step == 11:
                 model.layers[0].up.requires_grad_(False)
 
-        train(model, optimizer, "cpu", each=change)
+        train(model, optimizer, device, 2, each=change)
     assert_equal_models(streamed, kept)
 
 
@@ -208,18 +283,21 @@ class Adapted(nn.Module):
 
 
 @pytest.mark.parametrize("when", ["before", "after"])
-def test_adapters(device, when):
+@pytest.mark.parametrize("kind", ["sgd", "free_grads"])
+def test_adapters(device, rest, when, kind):
     def adapt(model):
         model.requires_grad_(False)
         for block in model.layers:
             block.up = Adapted(block.up).to(next(model.words.parameters()).device)
 
-    streamed, kept, handle = pair(device, adapt if when == "before" else lambda model: None)
+    change = adapt if when == "before" else lambda model: None
+    streamed, kept, handle = pair(device, change, rest)
     if when == "after":
         adapt(streamed), adapt(kept)
     for model in (streamed, kept):
-        optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
-        train(model, optimizer, device)
+        params = [p for p in model.parameters() if p.requires_grad]
+        made = STEPPED.get(kind, lambda _, params: torch.optim.SGD(params, lr=0.1))
+        train(model, made(model, params), device, 2)
     assert_equal_models(streamed, kept)
     if when == "after":  # those before are not small beside such a narrow block
         assert streamed.layers[0].up.a.device.type == device

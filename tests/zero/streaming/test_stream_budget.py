@@ -1,0 +1,77 @@
+"""memory_budget of zero.stream: what it holds rests in memory, the rest on a disk."""
+
+import copy
+
+import pytest
+import torch
+from stream_cases import Model, assert_equal_models, loss_of, on_disk, some_ids
+
+from deepspeed_ext import offload, zero
+from deepspeed_ext.io.extents import whole_pages
+
+STEPS = 6
+
+
+def sizes_of(model):
+    """Return what each block takes in memory, and what it takes while it is read."""
+    like = copy.deepcopy(model)
+    handle = zero.stream(like, to="cpu")
+    sizes = [handle._piece(block).nbytes for block in like.layers]
+    return sizes, whole_pages(max(sizes))
+
+
+def budget_for(model, blocks, prefetch):
+    """Return one that holds so many blocks beside those that are read, and not one byte more."""
+    sizes, read = sizes_of(model)
+    return sum(sizes) if blocks == len(sizes) else (1 + prefetch) * read + sum(sizes[:blocks])
+
+
+@pytest.mark.parametrize("blocks", [0, 1, 4])
+@pytest.mark.parametrize("prefetch", [0, 1])
+def test_so_many_blocks_rest_in_memory(device, tmp_path, blocks, prefetch):
+    kept = Model(dtype=torch.bfloat16)
+    streamed, budget = copy.deepcopy(kept), budget_for(kept, blocks, prefetch)
+    kept_bytes = sum(sizes_of(kept)[0][:blocks])
+    rest = {"prefetch": prefetch, "memory_budget": budget, **on_disk(tmp_path)}
+    handle = zero.stream(streamed, to=device, **rest)
+    for model in (streamed, kept.to(device)):
+        with offload.OffloadOptimizer(
+            model.parameters(),
+            model=model,
+            lr=1e-2,
+            free_grads=True,
+            max_grad_norm=0.5,
+            state_dtype=torch.uint8,
+            master="remainder",
+        ) as optimizer:
+            for step in range(STEPS):
+                for micro in range(2):
+                    loss_of(model, some_ids(device, 2 * step + micro)).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+    assert_equal_models(streamed, kept)
+    known, scratch = streamed.layers, handle._scratch
+    assert [scratch.has(block.up.weight) for block in known] == [i >= blocks for i in range(4)]
+    stats = handle.stats()
+    assert (stats["disk_bytes"] > 0) == (blocks < 4)
+    assert (stats["disk_bytes"] == stats["resting_bytes"]) == (blocks == 0)
+    assert handle._staging._pool.stats()["peak"] + kept_bytes <= budget
+    streamed.half()
+    assert [scratch.has(block.up.weight) for block in known] == [i >= blocks for i in range(4)]
+
+
+def test_a_budget_that_holds_too_little(tmp_path):
+    model = Model()
+    sizes, read = sizes_of(model)
+    before = [(param, param.data_ptr()) for param in model.parameters()]
+    text = rf"^zero.stream: memory_budget is {sum(sizes) - 1}, expected at least {sum(sizes)} for t"
+    with pytest.raises(ValueError, match=text):
+        zero.stream(model, to="cpu", memory_budget=sum(sizes) - 1)
+    text = rf"memory_budget is {2 * read - 1}, expected at least {2 * read} for 2 blocks that are r"
+    with pytest.raises(ValueError, match=text):
+        zero.stream(model, to="cpu", memory_budget=2 * read - 1, **on_disk(tmp_path))
+    for budget in (1.5, True, "much", -1):
+        with pytest.raises(ValueError, match=r"^zero.stream: memory_budget is .*, expected "):
+            zero.stream(model, to="cpu", memory_budget=budget)
+    assert [(param, param.data_ptr()) for param in model.parameters()] == before
+    zero.stream(model, to="cpu", memory_budget=f"{sum(sizes) / 1024}KiB").close()
