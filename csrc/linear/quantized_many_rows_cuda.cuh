@@ -53,6 +53,43 @@ struct Places {
 template <int kColumns>
 constexpr int kXStageBytes = kColumns * kLineBytes;
 
+// Of stages that have arrived, and that all warps which multiply have read.
+struct Barriers {
+  Barrier weight_here[kWeightStages], weight_read[kWeightStages];
+  Barrier x_here[kMostXStages], x_read[kMostXStages];
+
+  // One thread calls it, before any other goes on.
+  __device__ void begin(const Places& places) {
+    for (int i = 0; i < kWeightStages; ++i) {
+      begin_barrier(weight_here + i, 1);
+      begin_barrier(weight_read + i, kGroups * kGroupWarps);
+    }
+    for (int i = 0; i < places.x_stages; ++i) {
+      begin_barrier(x_here + i, 1);
+      begin_barrier(x_read + i, places.sharing * kGroups * kGroupWarps);
+    }
+    show_barriers();
+  }
+};
+
+// What a block has: rows from these on, of the weight and of x, and lines of the length.
+struct Share {
+  int rank, split, member;  // in its cluster; of the length; of those that share rows of x
+  int row, column, first, count;
+
+  __device__ Share(const Places& places, int columns) {
+    rank = places.cluster() > 1 ? int(rank_in_cluster()) : 0;
+    split = places.splits > 1 ? rank : 0;
+    member = rank - split;
+    const int tile = int(blockIdx.x) / places.cluster();
+    row = (tile / places.column_tiles * places.sharing + member) * kBlockRows;
+    column = tile % places.column_tiles * columns;
+    const int each = int(ceil_div(places.lines, places.splits));
+    first = split * each;
+    count = ::max(0, ::min(each, places.lines - first));
+  }
+};
+
 }  // namespace many_rows
 
 // A pair of codes that pair_of has made numbers as floats, scaled and rounded. Asymmetric codes
@@ -104,196 +141,124 @@ __device__ inline void fetch_tma_tiles_for_both(void* near, const CUtensorMap& m
 // What the copying warp does: its first thread alone.
 template <int kBits, int kColumns>
 __device__ inline void copy_many_rows(const many_rows::Maps& maps, const many_rows::Places& places,
-                                      const Scales& scales, int rank, int row, int column,
-                                      int first, int count, char* weights, char* xs,
-                                      Barrier* weight_here, Barrier* weight_read, Barrier* x_here,
-                                      Barrier* x_read) {
+                                      const Scales& scales, const many_rows::Share& share,
+                                      char* weights, char* xs, many_rows::Barriers& barriers) {
   using namespace many_rows;
   constexpr int kXLines = 16 / kBits;
   const uint64_t policy = read_once();
   int weight_stage = 0, weight_phase = 1, x_stage = 0, x_phase = 1;
   const int tiles = scales.offsets == nullptr ? 1 : 2;
-  for (int line = first; line < first + count; ++line) {
-    wait_for(weight_read + weight_stage, weight_phase);
-    Barrier* const here = weight_here + weight_stage;
+  for (int line = share.first; line < share.first + share.count; ++line) {
+    wait_for(barriers.weight_read + weight_stage, weight_phase);
+    Barrier* const here = barriers.weight_here + weight_stage;
     char* const near = weights + weight_stage * places.weight_stage_bytes;
     arrive_expecting(here, kBlockRows * kLineBytes + tiles * places.scale_bytes);
-    fetch_tma_tiles(near, maps.weight, row, line, here);
+    fetch_tma_tiles(near, maps.weight, share.row, line, here);
     const int group = scales.group_of(line);
-    fetch_tile(near + kBlockRows * kLineBytes, maps.scales, row, group, here, policy);
+    fetch_tile(near + kBlockRows * kLineBytes, maps.scales, share.row, group, here, policy);
     if (tiles == 2) {
-      fetch_tile(near + kBlockRows * kLineBytes + places.scale_bytes, maps.offsets, row, group,
-                 here, policy);
+      fetch_tile(near + kBlockRows * kLineBytes + places.scale_bytes, maps.offsets, share.row,
+                 group, here, policy);
     }
     if (++weight_stage == kWeightStages) weight_stage = 0, weight_phase ^= 1;
     for (int i = 0; i < kXLines; ++i) {
-      wait_for(x_read + x_stage, x_phase);
-      arrive_expecting(x_here + x_stage, kXStageBytes<kColumns>);
+      Barrier* const x_here = barriers.x_here + x_stage;
       char* const x = xs + x_stage * kXStageBytes<kColumns>;
+      wait_for(barriers.x_read + x_stage, x_phase);
+      arrive_expecting(x_here, kXStageBytes<kColumns>);
       if (places.sharing == 1) {
-        fetch_tma_tiles(x, maps.x, column, line * kXLines + i, x_here + x_stage);
+        fetch_tma_tiles(x, maps.x, share.column, line * kXLines + i, x_here);
       } else {
-        fetch_tma_tiles_for_both(x + rank * kXStageBytes<kColumns> / 2, maps.x,
-                                 column + rank * kColumns / 2, line * kXLines + i,
-                                 x_here + x_stage);
+        fetch_tma_tiles_for_both(x + share.member * kXStageBytes<kColumns> / 2, maps.x,
+                                 share.column + share.member * kColumns / 2, line * kXLines + i,
+                                 x_here);
       }
       if (++x_stage == places.x_stages) x_stage = 0, x_phase ^= 1;
     }
   }
 }
 
-template <class T, int kBits, int kColumns, bool kAsymmetric>
-__global__ void __launch_bounds__(many_rows::kThreads, 1)
-    many_rows_kernel(const __grid_constant__ ManyRows call,
-                     const __grid_constant__ many_rows::Places places,
-                     const __grid_constant__ many_rows::Maps maps) {
-#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+// What a warp has of four blocks of 16 products: its rows of the weight, where codes and scales of
+// a line lie from `near` on.
+template <class T, int kBits, bool kAsymmetric>
+class ManyFactors {
+ public:
+  static constexpr int kBlocks = 4, kXLines = 16 / kBits;
+
+  __device__ ManyFactors(const Scales& scales, const many_rows::Places& places, int first_row)
+      : part_shift_(31 - __clz(scales.part_units)), offsets_(unsigned(places.scale_bytes)) {
+    const int lane = int(threadIdx.x) % kWarp;
+    codes_ = unsigned(place_in_tma_tile(first_row + lane % kTileRows, lane / kTileRows));
+    scales_ = unsigned(many_rows::kBlockRows * kLineBytes + (first_row + lane / 4) * 4);
+  }
+
+  // Of those beside line number i of x.
+  __device__ void make(uint32_t (&blocks)[kBlocks][4], unsigned near, int i) const {
+    constexpr int kUnits = kUnitsOfLine / kXLines;
+#pragma unroll
+    for (int u = 0; u < kUnits; u += 2) {
+      const int unit = i * kUnits + u;
+      uint32_t words[4];
+      load_matrices<false>(words, near + (codes_ ^ unsigned(unit * kUnitBytes)));
+#pragma unroll
+      for (int k = 0; k < 2; ++k) {
+        make_unit(
+            blocks, (u + k) * kBlocksOfUnit, words[2 * k], words[2 * k + 1],
+            near + scales_ + unsigned(((unit + k) >> part_shift_) * many_rows::kBlockRows * 4));
+      }
+    }
+  }
+
+ private:
+  static constexpr int kBlocksOfUnit = 8 / kBits;
+
+  __device__ void make_unit(uint32_t (&blocks)[kBlocks][4], int first, uint32_t low, uint32_t high,
+                            unsigned scales) const {
+    float scale[2], offset[2] = {};
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const unsigned place = scales + unsigned(half * 8 * 4);
+      scale[half] = load_shared(place);
+      if (kAsymmetric) offset[half] = load_shared(place + offsets_);
+    }
+#pragma unroll
+    for (int b = 0; b < kBlocksOfUnit; ++b) {
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        const uint32_t pair = pair_of<kBits, T>(j % 2 == 0 ? low : high, 2 * b + j / 2);
+        blocks[first + b][j] =
+            scaled_pair<T, kAsymmetric, kBits == 4 ? 8 : 128>(pair, scale[j % 2], offset[j % 2]);
+      }
+    }
+  }
+
+  const int part_shift_;  // of units, to their part
+  const unsigned offsets_;
+  unsigned codes_, scales_;
+};
+
+// Makes results of the sums of a block, or of those of its cluster one after the other: a warp has
+// a row of x, of which a lane has four neighbours.
+template <class T, int kColumns>
+__device__ inline void finish_many_rows(const ManyRows& call, const many_rows::Places& places,
+                                        const many_rows::Share& share, const float* sums) {
   using namespace many_rows;
-  constexpr int kSums = kColumns / 2, kXLines = 16 / kBits, kBlocks = 4;  // of 16 products, a line
-  extern __shared__ __align__(16) char shared[];
-  __shared__ Barrier weight_here[kWeightStages], weight_read[kWeightStages];
-  __shared__ Barrier x_here[kMostXStages], x_read[kMostXStages];
-  char* const xs = reinterpret_cast<char*>(
-      ceil_div(reinterpret_cast<uintptr_t>(shared), uintptr_t(kTmaTileAlignment)) *
-      kTmaTileAlignment);
-  char* const weights = xs + places.x_stages * kXStageBytes<kColumns>;
+  constexpr int kWarps = kGroups * kGroupWarps;
   const int warp = int(threadIdx.x) / kWarp, lane = int(threadIdx.x) % kWarp;
-  const int rank = places.cluster() > 1 ? int(rank_in_cluster()) : 0;
-  const int split = places.splits > 1 ? rank : 0, member = rank - split;
-  const int tile = int(blockIdx.x) / places.cluster();
-  const int row = (tile / places.column_tiles * places.sharing + member) * kBlockRows;
-  const int column = tile % places.column_tiles * kColumns;
-  const int each = int(ceil_div(places.lines, places.splits)), first = split * each;
-  const int count = ::max(0, ::min(each, places.lines - first));
-  if (threadIdx.x == 0) {
-    for (int i = 0; i < kWeightStages; ++i) {
-      begin_barrier(weight_here + i, 1);
-      begin_barrier(weight_read + i, kGroups * kGroupWarps);
-    }
-    for (int i = 0; i < places.x_stages; ++i) {
-      begin_barrier(x_here + i, 1);
-      begin_barrier(x_read + i, places.sharing * kGroups * kGroupWarps);
-    }
-    show_barriers();
-  }
-  cluster_barrier(places.sharing);
-  if (warp >= kGroups * kGroupWarps) {
-    give_registers<kCopyingRegisters>();
-    if (warp == kGroups * kGroupWarps && lane == 0) {
-      copy_many_rows<kBits, kColumns>(maps, places, call.scales, member, row, column, first, count,
-                                      weights, xs, weight_here, weight_read, x_here, x_read);
-    }
-    __syncwarp();
-    cluster_barrier_after_reading(places.cluster());
-    cluster_barrier(places.cluster());
-    cluster_barrier_after_reading(places.cluster());
-    return;
-  }
-  take_registers<kMultiplyingRegisters>();
-  float sums[kSums];
-#pragma unroll
-  for (int j = 0; j < kColumns / kColumnTile; ++j) {
-#pragma unroll
-    for (int i = 0; i < 4; ++i) sums[4 * j + i] = 0;
-  }
-  const int first_row = warp * kTileRows;  // of the block's
-  const unsigned codes_place =
-      unsigned(place_in_tma_tile(first_row + lane % kTileRows, lane / kTileRows));
-  const unsigned scale_place = unsigned(kBlockRows * kLineBytes + (first_row + lane / 4) * 4);
-  const unsigned xs_at = shared_address(xs), weights_at = shared_address(weights);
-  const int part_shift = 31 - __clz(call.scales.part_units);  // of units, to their part
-  const Turns turns(warp / kGroupWarps, true);
-  uint32_t factors[2][kBlocks][4];
-  int weight_stage = 0, weight_phase = 0, x_stage = 0, x_phase = 0, x_before = 0;
-#pragma unroll 1
-  for (int line = 0; line < count; ++line) {
-    const unsigned near = weights_at + unsigned(weight_stage * places.weight_stage_bytes);
-    wait_for(weight_here + weight_stage, weight_phase);
-#pragma unroll
-    for (int i = 0; i < kXLines; ++i) {
-      constexpr int kUnits = kUnitsOfLine / kXLines, kBlocksOfUnit = 8 / kBits;
-      uint32_t (&made)[kBlocks][4] = factors[i % 2];
-#pragma unroll
-      for (int u = 0; u < kUnits; u += 2) {
-        const int unit = i * kUnits + u;
-        uint32_t words[4];
-        load_matrices<false>(words, near + (codes_place ^ unsigned(unit * kUnitBytes)));
-#pragma unroll
-        for (int k = 0; k < 2; ++k) {
-          const unsigned at =
-              near + scale_place + unsigned(((unit + k) >> part_shift) * kBlockRows * 4);
-          const float scale[2] = {load_shared(at), load_shared(at + 8 * 4)};
-          float offset[2] = {};
-          if (kAsymmetric) {
-            offset[0] = load_shared(at + unsigned(places.scale_bytes));
-            offset[1] = load_shared(at + unsigned(places.scale_bytes) + 8 * 4);
-          }
-#pragma unroll
-          for (int b = 0; b < kBlocksOfUnit; ++b) {
-            uint32_t (&block)[4] = made[(u + k) * kBlocksOfUnit + b];
-#pragma unroll
-            for (int j = 0; j < 4; ++j) {
-              const uint32_t pair = pair_of<kBits, T>(words[2 * k + j % 2], 2 * b + j / 2);
-              block[j] = scaled_pair<T, kAsymmetric, kBits == 4 ? 8 : 128>(pair, scale[j % 2],
-                                                                           offset[j % 2]);
-            }
-          }
-        }
-      }
-      wait_for(x_here + x_stage, x_phase);
-      const uint64_t x = tma_tile_factors(xs_at + unsigned(x_stage * kXStageBytes<kColumns>));
-      turns.wait();
-      begin_products();
-#pragma unroll
-      for (int b = 0; b < kBlocks; ++b) {
-        begin_product<T>(sums, made[b], further(x, unsigned(b * 2 * kUnitBytes)), true);
-      }
-      end_batch();
-      turns.pass();
-      if (i + 1 < kXLines) {
-        wait_for_batches<1>();
-      } else {  // the compiler takes no batch that outlasts a loop's round
-        wait_for_batches<0>();
-      }
-      if (lane < places.sharing) {
-        if (i > 0) arrive_in_cluster(x_read + x_before, split + lane);
-        if (i + 1 == kXLines) arrive_in_cluster(x_read + x_stage, split + lane);
-      }
-      x_before = x_stage;
-      if (++x_stage == places.x_stages) x_stage = 0, x_phase ^= 1;
-    }
-    if (lane == 0) arrive(weight_read + weight_stage);
-    if (++weight_stage == kWeightStages) weight_stage = 0, weight_phase ^= 1;
-  }
-  turns.end();
-  // Sums go to shared memory, [kColumns][kPitch], and from there, those of a cluster one after the
-  // other, to the results: a warp has a row of x, of which a lane has four neighbours.
-  cluster_barrier_after_reading(places.cluster());
-  float* const near = reinterpret_cast<float*>(xs);
-#pragma unroll
-  for (int j = 0; j < kColumns / kColumnTile; ++j) {
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const int m = j * kColumnTile + lane % 4 * 2 + i % 2, n = first_row + lane / 4 + i / 2 * 8;
-      near[m * kPitch + n] = sums[4 * j + i];
-    }
-  }
-  cluster_barrier(places.cluster());
-  const int64_t n = row + lane * 4;
-  float bias[4] = {};
+  const int64_t n = share.row + lane * 4;
   const int there = int(::max(int64_t(0), ::min(call.weight.rows - n, int64_t(4))));
+  float bias[4] = {};
   if (call.bias.is_present()) {
     for (int i = 0; i < there; ++i) bias[i] = widen(call.bias.row<T>(0).address[n + i]);
   }
   const bool even =
       call.weight.rows % 4 == 0 && reinterpret_cast<uintptr_t>(call.out.data) % 8 == 0;
-  for (int m = split * kGroups * kGroupWarps + warp; m < kColumns;
-       m += kGroups * kGroupWarps * places.splits) {
-    if (column + m >= call.rows) break;
+  for (int m = share.split * kWarps + warp; m < kColumns; m += kWarps * places.splits) {
+    if (share.column + m >= call.rows) break;
     float total[4];
     for (int other = 0; other < places.splits; ++other) {
       float4 four;
-      unsigned at = shared_address(near + m * kPitch + lane * 4);
+      unsigned at = shared_address(sums + m * kPitch + lane * 4);
       if (places.splits > 1) {
         asm volatile("mapa.shared::cluster.u32 %0, %0, %1;" : "+r"(at) : "r"(other));
       }
@@ -305,16 +270,119 @@ __global__ void __launch_bounds__(many_rows::kThreads, 1)
 #pragma unroll
       for (int i = 0; i < 4; ++i) total[i] = other == 0 ? values[i] : total[i] + values[i];
     }
-    T* const out = call.out.even_row<T>(column + m).address + n;
-    uint2 words;
-    words.x = packed<T>(total[0] + bias[0], total[1] + bias[1]);
-    words.y = packed<T>(total[2] + bias[2], total[3] + bias[3]);
+    T* const out = call.out.even_row<T>(share.column + m).address + n;
     if (even && there == 4) {
+      uint2 words;
+      words.x = packed<T>(total[0] + bias[0], total[1] + bias[1]);
+      words.y = packed<T>(total[2] + bias[2], total[3] + bias[3]);
       *reinterpret_cast<uint2*>(out) = words;
     } else {
       for (int i = 0; i < there; ++i) out[i] = narrow<T>(total[i] + bias[i]);
     }
   }
+}
+
+// What a warp that multiplies does: adds up the products of its rows, line by line.
+template <class T, int kBits, int kColumns, bool kAsymmetric>
+__device__ __forceinline__ void multiply_many_rows(float (&sums)[kColumns / 2],
+                                                   const ManyFactors<T, kBits, kAsymmetric>& made,
+                                                   const many_rows::Places& places,
+                                                   const many_rows::Share& share,
+                                                   const char* weights, const char* xs,
+                                                   many_rows::Barriers& barriers) {
+  using namespace many_rows;
+  constexpr int kBlocks = ManyFactors<T, kBits, kAsymmetric>::kBlocks, kXLines = 16 / kBits;
+  const int lane = int(threadIdx.x) % kWarp;
+  const unsigned weights_at = shared_address(weights), xs_at = shared_address(xs);
+  const Turns turns(int(threadIdx.x) / kWarp / kGroupWarps, true);
+  uint32_t factors[2][kBlocks][4];
+  int weight_stage = 0, weight_phase = 0, x_stage = 0, x_phase = 0, x_before = 0;
+#pragma unroll 1
+  for (int line = 0; line < share.count; ++line) {
+    const unsigned near = weights_at + unsigned(weight_stage * places.weight_stage_bytes);
+    wait_for(barriers.weight_here + weight_stage, weight_phase);
+#pragma unroll
+    for (int i = 0; i < kXLines; ++i) {
+      made.make(factors[i % 2], near, i);
+      wait_for(barriers.x_here + x_stage, x_phase);
+      const uint64_t x = tma_tile_factors(xs_at + unsigned(x_stage * kXStageBytes<kColumns>));
+      turns.wait();
+      begin_products();
+#pragma unroll
+      for (int b = 0; b < kBlocks; ++b) {
+        begin_product<T>(sums, factors[i % 2][b], further(x, unsigned(b * 2 * kUnitBytes)), true);
+      }
+      end_batch();
+      turns.pass();
+      if (i + 1 < kXLines) {
+        wait_for_batches<1>();
+      } else {  // the compiler takes no batch that outlasts a loop's round
+        wait_for_batches<0>();
+      }
+      if (lane < places.sharing) {
+        const int rank = share.split + lane;
+        if (i > 0) arrive_in_cluster(barriers.x_read + x_before, rank);
+        if (i + 1 == kXLines) arrive_in_cluster(barriers.x_read + x_stage, rank);
+      }
+      x_before = x_stage;
+      if (++x_stage == places.x_stages) x_stage = 0, x_phase ^= 1;
+    }
+    if (lane == 0) arrive(barriers.weight_read + weight_stage);
+    if (++weight_stage == kWeightStages) weight_stage = 0, weight_phase ^= 1;
+  }
+  turns.end();
+}
+
+template <class T, int kBits, int kColumns, bool kAsymmetric>
+__global__ void __launch_bounds__(many_rows::kThreads, 1)
+    many_rows_kernel(const __grid_constant__ ManyRows call,
+                     const __grid_constant__ many_rows::Places places,
+                     const __grid_constant__ many_rows::Maps maps) {
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+  using namespace many_rows;
+  extern __shared__ __align__(16) char shared[];
+  __shared__ Barriers barriers;
+  char* const xs = reinterpret_cast<char*>(
+      ceil_div(reinterpret_cast<uintptr_t>(shared), uintptr_t(kTmaTileAlignment)) *
+      kTmaTileAlignment);
+  char* const weights = xs + places.x_stages * kXStageBytes<kColumns>;
+  const int warp = int(threadIdx.x) / kWarp, lane = int(threadIdx.x) % kWarp;
+  const many_rows::Share share(places, kColumns);
+  if (threadIdx.x == 0) barriers.begin(places);
+  cluster_barrier(places.sharing);
+  if (warp >= kGroups * kGroupWarps) {
+    give_registers<kCopyingRegisters>();
+    if (warp == kGroups * kGroupWarps && lane == 0) {
+      copy_many_rows<kBits, kColumns>(maps, places, call.scales, share, weights, xs, barriers);
+    }
+    __syncwarp();
+    cluster_barrier_after_reading(places.cluster());
+    cluster_barrier(places.cluster());
+    cluster_barrier_after_reading(places.cluster());
+    return;
+  }
+  take_registers<kMultiplyingRegisters>();
+  const int first_row = warp * kTileRows;  // of the block's
+  const ManyFactors<T, kBits, kAsymmetric> made(call.scales, places, first_row);
+  float sums[kColumns / 2];
+#pragma unroll
+  for (int j = 0; j < kColumns / kColumnTile; ++j) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) sums[4 * j + i] = 0;
+  }
+  multiply_many_rows<T, kBits, kColumns>(sums, made, places, share, weights, xs, barriers);
+  cluster_barrier_after_reading(places.cluster());
+  float* const near = reinterpret_cast<float*>(xs);  // [kColumns][kPitch]
+#pragma unroll
+  for (int j = 0; j < kColumns / kColumnTile; ++j) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const int m = j * kColumnTile + lane % 4 * 2 + i % 2, n = first_row + lane / 4 + i / 2 * 8;
+      near[m * kPitch + n] = sums[4 * j + i];
+    }
+  }
+  cluster_barrier(places.cluster());
+  finish_many_rows<T, kColumns>(call, places, share, near);
   cluster_barrier_after_reading(places.cluster());  // whose shared memory is read from here
 #endif
 }
