@@ -124,17 +124,21 @@ constexpr int kBiased = count_biased<Rule>();
 // with_option, with what is enough for results of 16 bits where they are.
 template <class T, class Rule, class Body>
 __device__ inline void with_option_for(const Elementwise<Rule>& call, const Body& body) {
-  with_option(call.rule, [&](auto option) {
-    if constexpr (kIsValueOf<Rule> && std::is_same_v<decltype(option), Gelu>) {
-      if constexpr (std::is_same_v<T, Any>) {
-        if (call.out[0].dtype == Dtype::bfloat16) return body(RoughGelu<BFloat16>{});
-        if (call.out[0].dtype == Dtype::float16) return body(RoughGelu<Half>{});
-      } else if constexpr (sizeof(T) == 2) {
-        return body(RoughGelu<T>{});
+  if constexpr (!kIsValueOf<Rule>) {
+    with_option(call.rule, body);
+  } else {
+    with_option(call.rule, [&](auto option) {
+      if constexpr (std::is_same_v<decltype(option), Gelu>) {
+        if constexpr (std::is_same_v<T, Any>) {
+          if (call.out[0].dtype == Dtype::bfloat16) return body(RoughGelu<BFloat16>{});
+          if (call.out[0].dtype == Dtype::float16) return body(RoughGelu<Half>{});
+        } else if constexpr (sizeof(T) == 2) {
+          return body(RoughGelu<T>{});
+        }
       }
-    }
-    body(option);
-  });
+      body(option);
+    });
+  }
 }
 
 // Fewer registers make more blocks, whose loads hide each other's wait; of biases, too. 0 leaves it
