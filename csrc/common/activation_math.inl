@@ -26,6 +26,15 @@ struct Gelu {
   }
 };
 
+// Its value for a result that is stored as T, of 16 bits.
+template <class T>
+struct RoughGelu {
+  template <class V>
+  DSX_INLINE static Activated<V> at(const V& x, const V& grad) {
+    return {x * rough_normal<T>(x), grad};
+  }
+};
+
 // (1 + tanh(u)) / 2 is sigmoid(2 u).
 struct GeluTanh {
   template <class V>

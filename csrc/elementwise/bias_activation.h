@@ -8,6 +8,7 @@ namespace dsx {
 struct BiasActivation {  // in: x, biased; out: activation(x)
   static constexpr const char* kOp = "bias_activation";
   static constexpr int kIn = 1, kOut = 1;
+  static constexpr bool kIsValue = true;
   DSX_HOST_DEVICE static constexpr bool is_biased(int) { return true; }
   Activation activation;
 };

@@ -45,6 +45,16 @@ DSX_HOST_DEVICE inline DropoutMask mask_of(const Rule& rule) {
   return {};
 }
 
+// Whether its output is the value of its activation and no more, so that CUDA may know what that is
+// rounded to; a rule has kIsValue if so.
+template <class Rule>
+constexpr bool is_value() {
+  if constexpr (requires { Rule::kIsValue; }) return Rule::kIsValue;
+  return false;
+}
+template <class Rule>
+constexpr bool kIsValueOf = is_value<Rule>();
+
 // Whether sums of the outputs over rows are never wanted, sometimes beside the outputs, or always
 // and alone; a rule has kSums if not the first.
 enum class Sums { never, beside, alone };

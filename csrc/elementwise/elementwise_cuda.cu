@@ -121,6 +121,26 @@ constexpr int count_biased() {
 template <class Rule>
 constexpr int kBiased = count_biased<Rule>();
 
+// with_option, with what is enough for results of 16 bits where they are.
+template <class T, class Rule, class Body>
+__device__ inline void with_option_for(const Elementwise<Rule>& call, const Body& body) {
+  if constexpr (!kIsValueOf<Rule>) {
+    with_option(call.rule, body);
+  } else {
+    with_option(call.rule, [&](auto option) {
+      if constexpr (std::is_same_v<decltype(option), Gelu>) {
+        if constexpr (std::is_same_v<T, Any>) {
+          if (call.out[0].dtype == Dtype::bfloat16) return body(RoughGelu<BFloat16>{});
+          if (call.out[0].dtype == Dtype::float16) return body(RoughGelu<Half>{});
+        } else if constexpr (sizeof(T) == 2) {
+          return body(RoughGelu<T>{});
+        }
+      }
+      body(option);
+    });
+  }
+}
+
 // Fewer registers make more blocks, whose loads hide each other's wait; of biases, too. 0 leaves it
 // to the compiler, and 1 would not: it would take more registers than it does alone.
 template <class Rule, class T>
@@ -157,7 +177,7 @@ __global__ void __launch_bounds__(kThreads, (kBlocks<Rule, T>))
   for (int k = 0; k < kVectors; ++k) {
     if (kBiased<Rule> > 0 && indices[k].count > 0) inputs[k].add(call, bias);
   }
-  with_option(call.rule, [&](auto option) {
+  with_option_for<T>(call, [&](auto option) {
 #pragma unroll
     for (int k = 0; k < kVectors; ++k) {
       if (indices[k].count == 0) continue;
@@ -298,7 +318,9 @@ template <class Rule>
 void add_groups_cuda(const float* partials, int64_t groups, int64_t length, Rows target,
                      void* stream) {
   if (length == 0) return;
-  cuda::add_partials(partials, groups, length, target, Rule::kOp, cudaStream_t(stream));
+  cuda::PartialSums sums;
+  sums.add(partials, target);
+  cuda::add_partials(sums, groups, length, Rule::kOp, cudaStream_t(stream));
 }
 
 #define DSX_INSTANTIATE(Rule)                                      \

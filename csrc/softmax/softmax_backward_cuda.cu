@@ -2,12 +2,10 @@
 #include "softmax/softmax.h"
 
 #include "common/cuda/check.h"
+#include "softmax/softmax_backward_streamed_cuda.cuh"
 #include "softmax/twice_read_cuda.cuh"
 
 namespace dsx {
-
-#include "common/softmax_math.inl"
-
 namespace {
 
 using cuda::Floats;
@@ -26,13 +24,17 @@ __global__ void __launch_bounds__(Team::kMostThreads, 2)
                                            Column(keys.end),
                                            Column(Team::row() < softmax.rows ? softmax.length : 0),
                                            aligned};
-  float dots[1] = {};
-  reader.template read_first<cuda::Kept::yes>(
+  float dots[1] = {}, total = 0;
+  int part = 0;
+  reader.template read_parts<cuda::Kept::yes>(
       [&](int, Column, int, const RowFloats(&values)[2], bool is_read) {
     if (is_read) dots[0] += cuda::sum_of_lanes(grad_term(values[0], values[1]));
+  }, [&] {
+    cuda::add_over_team<Team>(dots, part++);
+    total += dots[0];
+    dots[0] = 0;
   });
-  cuda::add_over_team<Team>(dots, 0);
-  const RowFloats dot = dots[0], scale = softmax.scores.scale;
+  const RowFloats dot = total, scale = softmax.scores.scale;
   reader.read_again([&](int, Column i, int count, const RowFloats(&values)[2], bool is_read) {
     RowFloats result = 0.0f;
     if (is_read) {
@@ -47,7 +49,9 @@ __global__ void __launch_bounds__(Team::kMostThreads, 2)
   });
 }
 
-constexpr const char* kBackwardOp = "softmax_backward";
+// Elements of a row that teams take in one iteration; shorter ones are faster as they are.
+constexpr int64_t kReadInOneIteration =
+    cuda::LoopingTeam<cuda::RowLength::of_one_iteration, 2>::kMostPerIteration;
 
 }  // namespace
 
@@ -57,8 +61,14 @@ void softmax_backward_cuda(const SoftmaxBackward& softmax, void* stream) {
   const auto rows = {softmax.out, softmax.grad_out, softmax.x, softmax.grad_x};
   const bool whole = cuda::are_whole(rows, softmax.length, softmax.out.dtype);
   const bool aligned = cuda::all_aligned(rows);
-  cuda::with_looping_team<2>(softmax.rows, softmax.length, whole, softmax.out.dtype, kBackwardOp,
-                             [&](auto team, auto storage, const cuda::TeamLaunch& launch) {
+  const bool sees_all = softmax.scores.before < 0 && softmax.scores.after < 0;
+  if (whole && sees_all && !softmax.x.is_present() && softmax.length > kReadInOneIteration &&
+      softmax.out.dtype == Dtype::bfloat16 && run_streamed(softmax, cudaStream_t(stream))) {
+    return;
+  }
+  cuda::with_looping_team<2, true>(softmax.rows, softmax.length, whole, softmax.out.dtype,
+                                   kBackwardOp,
+                                   [&](auto team, auto storage, const cuda::TeamLaunch& launch) {
     backward_kernel<decltype(team), decltype(storage)>
         <<<launch.blocks, launch.threads, 0, cudaStream_t(stream)>>>(softmax, aligned);
   });

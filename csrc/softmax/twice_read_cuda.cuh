@@ -7,6 +7,7 @@
 #include <climits>
 
 #include "common/cuda/check.h"
+#include "common/cuda/row_parts.cuh"
 #include "common/cuda/rows.cuh"
 
 namespace dsx::cuda {
@@ -21,6 +22,7 @@ struct LoopingTeam {
   static constexpr bool kShort = kLength == RowLength::is_short;
   static constexpr bool kOneIteration = kLength != RowLength::is_long;
   static constexpr int kVectors = kShort ? 1 : kVectors_;
+  static constexpr int kIterationsOfPart = kVectorsOfPart / kVectors;
   static constexpr int kTeams = kShort ? 16 : 1;           // in a block
   static constexpr int kMostThreads = kShort ? 256 : 512;  // of a block
   static constexpr int64_t kMostPerIteration =
@@ -82,10 +84,24 @@ struct TwiceRead {
   // array of kTensors, which what is not read has not; v is its number in the iteration.
   template <Kept kept, class Body>
   __device__ void read_first(const Body& body) const {
-    const Column<T> per_iteration = stride() * Team::kVectors;
-    for (Column<T> begin = 0; begin < length; begin += per_iteration) {
-      read_iteration<kept>(begin, body);
-      if (Team::kOneIteration) break;
+    read_parts<kept>(body, [] {});
+  }
+
+  // The same of teams with kInParts; calls end_part() after each part, by all threads of a block.
+  template <Kept kept, class Body, class EndPart>
+  __device__ void read_parts(const Body& body, const EndPart& end_part) const {
+    if constexpr (Team::kOneIteration) {
+      if (length > 0) read_iteration<kept>(0, body);
+      end_part();
+    } else {
+      const Column<T> per_iteration = stride() * Team::kVectors;
+      int iterations = 0;
+#pragma unroll 1
+      for (Column<T> begin = 0; begin < length; begin += per_iteration) {
+        read_iteration<kept>(begin, body);
+        const bool is_last = begin + per_iteration >= length;
+        if (++iterations % Team::kIterationsOfPart == 0 || is_last) end_part();
+      }
     }
   }
 
@@ -184,8 +200,9 @@ struct TeamLaunch {
   int threads;
 };
 
-// Calls body(team, storage, launch) for rows of this length. `whole`: they are, of this dtype.
-template <int kVectors, class Body>
+// Calls body(team, storage, launch) for rows of this length. `whole`: they are, of this dtype;
+// kInParts: teams take a part of a long row in whole iterations.
+template <int kVectors, bool kInParts = false, class Body>
 void with_looping_team(int64_t rows, int64_t length, bool whole, Dtype dtype, const char* op,
                        const Body& body) {
   const auto choose = [&](auto team) {
@@ -196,7 +213,9 @@ void with_looping_team(int64_t rows, int64_t length, bool whole, Dtype dtype, co
                                " rows, expected fewer than 2^31");
     }
     const int64_t warps = ceil_div(length, kWarp * Team::kVectors * kRowVector);
-    const int64_t threads = std::min<int64_t>(warps * kWarp, Team::kMostThreads);
+    const int64_t threads = kInParts && !Team::kOneIteration
+                                ? part_of(length) / kPartOfThread
+                                : std::min<int64_t>(warps * kWarp, Team::kMostThreads);
     const TeamLaunch launch{unsigned(blocks), Team::kShort ? Team::kMostThreads : int(threads)};
     if (!whole) return body(team, Any{}, launch);
     with_storage_type(dtype, [&](auto storage) { body(team, storage, launch); });

@@ -64,6 +64,7 @@ SLOW_ISAS = [pytest.param(name, marks=pytest.mark.long) for name in ("scalar", "
 each_case_of_rows = pytest.mark.parametrize(
     "name", [name for name, case in CASES.items() if not case.by_place]
 )
+AMONG_MANY = ("rms_norm", "layer_norm", "softmax")
 each_digest = pytest.mark.parametrize("name", DIGESTS)
 
 
@@ -135,6 +136,21 @@ def test_a_row_of_mixed_dtypes_is_the_same_in_any_batch(
     for changed, part in ((itemgetter(slice(33, 34)), slice(33, 34)), (moved, slice(-5, None))):
         for got, expected in zip(call.with_rows(changed).run_rows(), want, strict=True):
             assert torch.equal(got[-len(expected[part]) :], expected[part])
+
+
+@pytest.mark.parametrize(("rows", "n"), [(4500, 1032), (2500, 4096), (700, 16384)])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", [name for name in CASES if name.startswith(AMONG_MANY)])
+def test_a_row_is_the_same_among_thousands(
+    name: str, dtype: torch.dtype, rows: int, n: int, cuda: str
+) -> None:
+    """CUDA has kernels for many rows, which have the bits of those for few."""
+    call = call_of(CASES[name], rows, n, dtype, cuda, scale=4.0)
+    want = call.run_rows()
+    for part in (slice(0, 1), slice(rows // 2, rows // 2 + 1), slice(rows - 40, rows)):
+        few = call.with_rows(itemgetter(part)).run_rows()
+        for got, expected in zip(few, want, strict=True):
+            assert torch.equal(got, expected[part])
 
 
 if __name__ == "__main__":

@@ -68,6 +68,7 @@ DSX_UNARY(Floats, sqrt, ::sqrtf(a.lanes[i]))
 DSX_UNARY(Floats, rsqrt, ::__frsqrt_rn(a.lanes[i]))
 DSX_UNARY(Floats, exp, ::expf(a.lanes[i]))
 DSX_UNARY(Floats, exp_of_negative, fast_exp_of_negative(a.lanes[i]))
+DSX_UNARY(Floats, power_of_2, fast_exp2(a.lanes[i]))
 DSX_UNARY(Floats, log, ::logf(a.lanes[i]))
 DSX_UNARY(Floats, sigmoid, ::__fdividef(1.0f, 1.0f + ::expf(-a.lanes[i])))
 

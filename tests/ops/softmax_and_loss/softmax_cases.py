@@ -14,7 +14,7 @@ from deepspeed_ext.ops import softmax, softmax_ref
 ROUNDING = torch.finfo(F32).eps / 2
 # Around the vectors, the running sums, and what a warp, sixteen of them and shared memory hold.
 LENGTHS = [1, 2, 7, 8, 16, 31, 32, 33, 127, 129, 256, 1000, 1032, 4100]
-LONG = [16384, 16392, 16400, 40_001, 131_080]
+LONG = [16384, 16392, 16400, 40_001, 106_504, 131_072, 131_080]
 ROWS = 37
 
 # Every option, alone and together: functions of device and shape (..., heads, queries, keys).
