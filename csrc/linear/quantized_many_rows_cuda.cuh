@@ -46,6 +46,7 @@ struct Places {
   int column_tiles;  // of x
   int x_stages;
   int scale_bytes, weight_stage_bytes;
+  int part_shift;  // from the number of a unit of a line to that of its scales
 
   DSX_HOST_DEVICE int cluster() const { return splits * sharing; }
 };
@@ -185,8 +186,8 @@ class ManyFactors {
  public:
   static constexpr int kBlocks = 4, kXLines = 16 / kBits;
 
-  __device__ ManyFactors(const Scales& scales, const many_rows::Places& places, int first_row)
-      : part_shift_(31 - __clz(scales.part_units)), offsets_(unsigned(places.scale_bytes)) {
+  __device__ ManyFactors(const many_rows::Places& places, int first_row)
+      : part_shift_(places.part_shift), offsets_(unsigned(places.scale_bytes)) {
     const int lane = int(threadIdx.x) % kWarp;
     codes_ = unsigned(place_in_tma_tile(first_row + lane % kTileRows, lane / kTileRows));
     scales_ = unsigned(many_rows::kBlockRows * kLineBytes + (first_row + lane / 4) * 4);
@@ -363,7 +364,7 @@ __global__ void __launch_bounds__(many_rows::kThreads, 1)
   }
   take_registers<kMultiplyingRegisters>();
   const int first_row = warp * kTileRows;  // of the block's
-  const ManyFactors<T, kBits, kAsymmetric> made(call.scales, places, first_row);
+  const ManyFactors<T, kBits, kAsymmetric> made(places, first_row);
   float sums[kColumns / 2];
 #pragma unroll
   for (int j = 0; j < kColumns / kColumnTile; ++j) {
@@ -406,6 +407,7 @@ many_rows::Places places_of(const ManyRows& call, const Device& device) {
   }
   if (places.splits == 1 && row_tiles > 1) places.sharing = 2;
   places.scale_bytes = std::max(call.scales.line_parts, 1) * kBlockRows * int(sizeof(float));
+  while (2 << places.part_shift <= call.scales.part_units) ++places.part_shift;
   const int kinds = weight.offsets == nullptr ? 1 : 2;
   const int64_t stage = kBlockRows * kLineBytes + kinds * places.scale_bytes;
   places.weight_stage_bytes = int(ceil_div(stage, int64_t(kTmaTileAlignment))) * kTmaTileAlignment;
