@@ -4,7 +4,7 @@
 #pragma once
 
 #include "common/cuda/fetch.cuh"
-#include "norm/norm_parts_cuda.cuh"
+#include "norm/norm_cuda.cuh"
 
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
 #include <cooperative_groups.h>
@@ -46,12 +46,6 @@ using TeamOfBlock = RowTeam<Team::kLength, false>;
 template <class Team, class T>
 constexpr int kAddingThreads = Team::kShort ? 256 : kMostOfTeam * 2 / int(sizeof(T));
 
-// What a block has of rows that its cluster shares: `count` elements, the last block perhaps fewer.
-// Else all of them.
-struct PartOfRow {
-  int count, blocks;
-};
-
 // The memory of a block. While a row is worked on, the next one is on its way: of x and of the
 // gradient there are two stages, of the gradient of the sum one. Each thread has memory of its
 // own, and each half warp some for the first vector of a row; the weight is there for all, as
@@ -66,21 +60,17 @@ struct RowPipeline {
   Vector* rows;
   Vector* firsts;  // of this half warp: [stages]
   float* weight;   // [length]
-  int64_t from;    // of a row, the element where this block begins
-  int length;      // of what it has
+  int length;
 
-  static int64_t bytes(int threads, int64_t length, const NormBackward& norm) {
+  static int64_t bytes(int threads, const NormBackward& norm) {
     const int of_thread = (2 * kStages + norm.grad_sum.is_present()) * kVectors;
     const int firsts = threads / kHalfWarp * kStages;
     const int64_t of_rows = int64_t(threads * of_thread + firsts) * int(sizeof(Vector));
-    return of_rows + length * int(sizeof(float));
+    return of_rows + norm.length * int(sizeof(float));
   }
 
-  __device__ RowPipeline(const Team& of, const NormBackward& norm, const PartOfRow& part,
-                         void* memory)
-      : team(of),
-        from(Team::kParts ? int64_t(rank_in_cluster()) * part.count : 0),
-        length(int(::min(norm.length - from, int64_t(part.count)))) {
+  __device__ RowPipeline(const Team& of, const NormBackward& norm, void* memory)
+      : team(of), length(int(norm.length)) {
     const int of_thread = (2 * kStages + norm.grad_sum.is_present()) * kVectors;
     rows = static_cast<Vector*>(memory) + threadIdx.x;
     firsts = static_cast<Vector*>(memory) + of_thread * int(blockDim.x);
@@ -94,7 +84,7 @@ struct RowPipeline {
     for (int i = int(threadIdx.x) * kRowVector; i < length; i += int(blockDim.x) * kRowVector) {
       RowFloats values(1.0f);
       if (norm.weight.is_present()) {
-        values = floats_of(fetch(norm.weight.even_row<Any>(0), from + i, kRowVector, true)) +
+        values = floats_of(fetch(norm.weight.even_row<Any>(0), i, kRowVector, true)) +
                  RowFloats(norm.weight_offset);
       }
       store<Access::vector>(Pointer<float>{weight + i}, values, kRowVector);
@@ -120,8 +110,8 @@ struct RowPipeline {
 
   __device__ void ask(int stage, Pointer<T> x_row, Pointer<T> grad_row) const {
     for_each([&](int v, int i) {
-      fetch_bytes<int(sizeof(Vector))>(&x(stage, v), x_row.address + from + i);
-      fetch_bytes<int(sizeof(Vector))>(&grad_out(stage, v), grad_row.address + from + i);
+      fetch_bytes<int(sizeof(Vector))>(&x(stage, v), x_row.address + i);
+      fetch_bytes<int(sizeof(Vector))>(&grad_out(stage, v), grad_row.address + i);
     });
     if constexpr (Kind::kCentered) {
       if (int(threadIdx.x) % kHalfWarp == 0) {
@@ -130,9 +120,8 @@ struct RowPipeline {
     }
   }
   __device__ void ask_for_grad_sum(Pointer<T> row) const {
-    for_each([&](int v, int i) {
-      fetch_bytes<int(sizeof(Vector))>(&grad_sum(v), row.address + from + i);
-    });
+    for_each(
+        [&](int v, int i) { fetch_bytes<int(sizeof(Vector))>(&grad_sum(v), row.address + i); });
   }
 
   __device__ RowFloats weight_at(int i) const {
@@ -165,30 +154,18 @@ struct PipelineRow {
   }
 };
 
-template <class Team>
-__device__ inline Team team_of(int threads, int blocks, float* of_parts) {
-  if constexpr (Team::kParts) {
-    return Team(blocks, of_parts);
-  } else {
-    return Team(threads);
-  }
-}
-
-// Each team takes up to rows_of_team rows, which lie as far apart as all teams reach; its cluster
-// adds up, or has the parts of the rows.
+// Each team takes rows_of_team rows; its cluster adds up.
 template <class Kind, class Team, class T>
 __global__ void __launch_bounds__(kAddingThreads<Team, T>, Team::kShort ? 3 : 1)
     adding_kernel(const __grid_constant__ NormBackward norm, float inverse_n, int team_threads,
-                  int rows_of_team, PartOfRow part,
+                  int rows_of_team,
                   OfVectors<float*> partials) {  // [clusters, length] written; null: not wanted
   constexpr int kVectors = Team::kVectors;
   extern __shared__ __align__(16) uint4 pipeline_memory[];
   __shared__ float reduction_memory[kReductionFloats<Kind, Team, true>];
   using Pipeline = RowPipeline<Kind, Team, T>;
-  __shared__ float of_parts[Team::kParts ? PartExchange::kFloats : 1];
-  const Team team = team_of<Team>(team_threads, part.blocks, of_parts);
-  const Pipeline pipeline(team, norm, part, pipeline_memory);
-  let_next_begin();
+  const Team team(team_threads);
+  const Pipeline pipeline(team, norm, pipeline_memory);
   const bool has_grad_sum = norm.grad_sum.is_present();
   const auto weighted = [&](int i, const auto& vectors) {
     return floats_of(vectors[1]) * pipeline.weight_at(i);
@@ -196,25 +173,21 @@ __global__ void __launch_bounds__(kAddingThreads<Team, T>, Team::kShort ? 3 : 1)
 
   // Every team counts as many rows, as its lanes may share a warp with those of another. What is
   // asked for at each comes in two groups, in the order in which it is needed.
-  const int teams = int(blockDim.x) / team.threads, blocks = Team::kParts ? part.blocks : 1;
-  const int64_t apart = int64_t(teams) * (gridDim.x / unsigned(blocks));
-  const int64_t first =
-      int64_t(team.number) * (gridDim.x / unsigned(blocks)) + blockIdx.x / unsigned(blocks);
-  const auto row_at = [&](int number) { return first + number * apart; };
+  const int64_t first = team.row() * rows_of_team;
   const auto is_row = [&](int number) {
-    return number < rows_of_team && row_at(number) < norm.rows;
+    return number < rows_of_team && first + number < norm.rows;
   };
   const auto ask = [&](int number) {
     if (Kind::kCentered) __syncwarp();  // with those that read the first vector of another row
     if (is_row(number)) {
-      pipeline.ask(number % Pipeline::kStages, norm.x.row<T>(row_at(number)),
-                   norm.grad_out.row<T>(row_at(number)));
+      pipeline.ask(number % Pipeline::kStages, norm.x.row<T>(first + number),
+                   norm.grad_out.row<T>(first + number));
     }
     end_fetches();
   };
   const auto ask_for_grad_sum = [&](int number) {
     if (has_grad_sum && is_row(number)) {
-      pipeline.ask_for_grad_sum(norm.grad_sum.row<T>(row_at(number)));
+      pipeline.ask_for_grad_sum(norm.grad_sum.row<T>(first + number));
     }
     end_fetches();
   };
@@ -233,7 +206,6 @@ __global__ void __launch_bounds__(kAddingThreads<Team, T>, Team::kShort ? 3 : 1)
   ask_for_grad_sum(0);
   ask(1);
   pipeline.fetch_weight(norm);
-  if (Team::kParts) cluster_barrier(part.blocks);  // all are there
   put(0);
 #pragma unroll 1
   for (int number = 0; number < rows_of_team; ++number) {
@@ -241,7 +213,7 @@ __global__ void __launch_bounds__(kAddingThreads<Team, T>, Team::kShort ? 3 : 1)
     const RowMoments<Kind> found = moments.find(row, near, inverse_n, norm.eps, weighted);
     wait_for_fetches<1>();
     if (row.is_there) {
-      const Pointer<T> grad_x = norm.grad_x.even_row<T>(row_at(number)) + pipeline.from;
+      const Pointer<T> grad_x = norm.grad_x.even_row<T>(first + number);
       pipeline.for_each([&](int v, int i) {
         const RowFloats grad = floats_of(pipeline.grad_out(row.stage, v));
         const RowFloats value = found.standardized_of(floats_of(pipeline.x(row.stage, v)));
@@ -258,20 +230,9 @@ __global__ void __launch_bounds__(kAddingThreads<Team, T>, Team::kShort ? 3 : 1)
   }
   wait_for_fetches<0>();
 
-  if constexpr (Team::kParts) {
-    const auto put_sums = [&](const RowFloats(&sums)[kVectors], float* of_all) {
-      if (of_all == nullptr) return;
-      float* const target = of_all + blockIdx.x / unsigned(blocks) * norm.length + pipeline.from;
-      pipeline.for_each([&](int v, int i) {
-        store<Access::vector>(Pointer<float>{target + i}, sums[v], kRowVector);
-      });
-    };
-    put_sums(of_weight, partials.weight);
-    if constexpr (Kind::kCentered) put_sums(of_bias, partials.bias);
-    return;
-  }
   // The teams of all blocks of a cluster, in their order; each team adds up a part of the columns.
   const Cluster cluster;
+  const int teams = int(blockDim.x) / team.threads;
   const auto finish = [&](const RowFloats(&sums)[kVectors], float* of_all) {
     float4* const fours = reinterpret_cast<float4*>(pipeline_memory);  // [2 kVectors, threads]
     cluster.barrier();  // nobody needs what was there

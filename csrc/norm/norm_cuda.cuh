@@ -4,7 +4,6 @@
 #pragma once
 
 #include "common/cuda/check.h"
-#include "common/cuda/row_parts.cuh"
 #include "common/cuda/rows.cuh"
 #include "norm/norm.h"
 
@@ -18,17 +17,18 @@ namespace cuda {
 using RowFloats = Floats<kRowVector>;  // of a RowVector
 
 // Half a warp takes a row of up to 128 elements; a team of warps, in which each thread has four
-// vectors, one of up to 16,384; 1,024 threads a longer one, or backward a team of the former each
-// of its parts. The vectors of a thread lie as far apart as all threads of the team reach. Held
-// rows stay in registers, and long ones in shared memory too, where whole vectors can be read and
-// there is memory; else they are read again each time, with the same bits.
-enum class RowLength { is_short, is_usual, is_long, in_parts };
-constexpr int kHeldVectors = kVectorsOfPart, kMostOfTeam = kPartThreads, kLongTeam = 1024;
-constexpr int64_t kUsualRow = kMostOfPart;
+// vectors, one of up to 16,384; 1,024 threads a longer one. The vectors of a thread lie as far
+// apart as all threads of the team reach. Held rows stay in registers, and long ones in shared
+// memory too, where whole vectors can be read and there is memory; else they are read again each
+// time, with the same bits.
+enum class RowLength { is_short, is_usual, is_long };
+constexpr int kHeldVectors = 4, kMostOfTeam = 512, kLongTeam = 1024;
+constexpr int64_t kUsualRow = kMostOfTeam * kHeldVectors * kRowVector;
 
 inline int threads_of_team(int64_t length) {
   if (length > kUsualRow) return kLongTeam;
-  return length <= kShortRow ? kWarp / 2 : int(part_of(length) / kPartOfThread);
+  if (length <= kShortRow) return kWarp / 2;
+  return int(ceil_div(length, kWarp * kHeldVectors * kRowVector)) * kWarp;
 }
 
 // Of a block, or one of its teams: these have barriers of their own, of which a multiprocessor has
@@ -37,7 +37,6 @@ template <RowLength kLength_, bool kAlone = true>
 struct RowTeam {
   static constexpr RowLength kLength = kLength_;
   static constexpr bool kShort = kLength == RowLength::is_short;
-  static constexpr bool kParts = false;  // whether others have parts of the same row
   static constexpr int kVectors = kShort ? 1 : kHeldVectors;  // of a thread, but of long rows
   static constexpr int kMostThreads = kLength == RowLength::is_long ? kLongTeam : kMostOfTeam;
 
@@ -52,10 +51,6 @@ struct RowTeam {
   __device__ int64_t row() const {
     return int64_t(blockIdx.x) * (int(blockDim.x) / threads) + number;
   }
-
-  // Sums over what this team has of a row become those over all of it.
-  template <int kSums>
-  __device__ void add_over_parts(float (&)[kSums]) const {}
 
   __device__ void barrier() const {
     if constexpr (kAlone) {
@@ -114,7 +109,7 @@ struct HeldRow {
   }
 };
 
-// The same of a row that is read again each time, a few vectors at once: elements [begin, length).
+// The same of a row that is read again each time, a few vectors at once.
 template <class Team, class T, int kTensors>
 struct ReadRow {
   static constexpr int kBatch = std::is_same_v<T, Any> ? 1 : 8 / int(sizeof(T));
@@ -123,26 +118,12 @@ struct ReadRow {
   int64_t length;
   bool aligned;
   Pointer<T> tensors[kTensors];  // all but the first may be absent
-  int64_t begin = 0;
-
-  // Part number p of a long row.
-  __device__ ReadRow part(int p) const {
-    const int64_t of_part = int64_t(team.threads) * kPartOfThread;
-    ReadRow row = *this;
-    row.begin = p * of_part;
-    row.length = ::min(length, row.begin + of_part);
-    return row;
-  }
-  __device__ int parts() const {
-    return int(ceil_div(length, int64_t(team.threads) * kPartOfThread));
-  }
 
   template <class Body>
   __device__ void for_each_vector(const Body& body) const {
     const Column<T> end = Column<T>(length), stride = Column<T>(team.threads) * kRowVector;
 #pragma unroll 1
-    for (Column<T> first = Column<T>(begin) + team.thread * kRowVector; first < end;
-         first += kBatch * stride) {
+    for (Column<T> first = team.thread * kRowVector; first < end; first += kBatch * stride) {
       RowVector<T> vectors[kBatch][kTensors];
 #pragma unroll
       for (int v = 0; v < kBatch; ++v) {
@@ -253,7 +234,6 @@ class TeamReduction {
     }
 #pragma unroll
     for (int s = 0; s < kSums; ++s) sums[s] = __shfl_sync(~0u, mine_, s, kLanes);
-    team_.add_over_parts(sums);
   }
 
   // Whether it is so in one of the teams of a warp.
@@ -302,26 +282,23 @@ class Moments {
   // First this, then for the same row `find`.
   template <class Row, class Grad>
   __device__ void put(const Row& row, float near, const Grad& grad_of) {
-    put_parts(row, [&](const auto& part) {
-      LaneSum squares;
-      [[maybe_unused]] LaneSum values, dot, grads;
-      part.for_each_vector([&](auto i, int count, const auto& vectors) {
-        RowFloats value = floats_of(vectors[0]);
-        if constexpr (Kind::kCentered) value = first_lanes<T>(value - RowFloats(near), count);
-        squares.add_products(value, value);
-        if constexpr (Kind::kCentered) values.add(value);
-        if constexpr (kGrads) {
-          const RowFloats grad = grad_of(i, vectors);
-          dot.add_products(value, grad);
-          if constexpr (Kind::kCentered) grads.add(grad);
-        }
-      });
-      Sums all{squares.total()};
-      if constexpr (kGrads) all.sums[1] = dot.total();
-      if constexpr (Kind::kCentered) all.sums[1 + kGrads] = values.total();
-      if constexpr (Kind::kCentered && kGrads) all.sums[3] = grads.total();
-      return all;
+    LaneSum squares, values, dot, grads;
+    row.for_each_vector([&](auto i, int count, const auto& vectors) {
+      RowFloats value = floats_of(vectors[0]);
+      if constexpr (Kind::kCentered) value = first_lanes<T>(value - RowFloats(near), count);
+      squares.add_products(value, value);
+      if constexpr (Kind::kCentered) values.add(value);
+      if constexpr (kGrads) {
+        const RowFloats grad = grad_of(i, vectors);
+        dot.add_products(value, grad);
+        if constexpr (Kind::kCentered) grads.add(grad);
+      }
     });
+    float all[kSums] = {squares.total()};
+    if constexpr (kGrads) all[1] = dot.total();
+    if constexpr (Kind::kCentered) all[1 + kGrads] = values.total();
+    if constexpr (Kind::kCentered && kGrads) all[3] = grads.total();
+    reduction_.put(all);
   }
 
   template <class Row, class Grad>
@@ -361,42 +338,14 @@ class Moments {
   }
 
  private:
-  struct Sums {
-    float sums[kSums];
-  };
-  static constexpr bool kInParts = Team::kLength == RowLength::in_parts;
-
-  // Puts down what sums_of says of a row; of a long one, part by part.
-  template <class Row, class SumsOf>
-  __device__ void put_parts(const Row& row, const SumsOf& sums_of) {
-    if constexpr (kInParts) {
-      before_ = {};
-      const int parts = row.parts();
-      for (int p = 0; p < parts; ++p) {
-        reduction_.put(sums_of(row.part(p)).sums);
-        if (p + 1 < parts) before_ = take_all();
-      }
-    } else {
-      reduction_.put(sums_of(row).sums);
-    }
-  }
-  __device__ Sums take_all() {
-    Sums all;
-    reduction_.take(all.sums);
-    if constexpr (kInParts) {
-#pragma unroll
-      for (int s = 0; s < kSums; ++s) all.sums[s] = before_.sums[s] + all.sums[s];
-    }
-    return all;
-  }
-
   __device__ NormSums take() {
-    const Sums all = take_all();
+    float all[kSums];
+    reduction_.take(all);
     NormSums found;
-    found.squares = all.sums[0];
-    if constexpr (kGrads) found.dot = all.sums[1];
-    if constexpr (Kind::kCentered) found.values = all.sums[1 + kGrads];
-    if constexpr (Kind::kCentered && kGrads) found.grads = all.sums[3];
+    found.squares = all[0];
+    if constexpr (kGrads) found.dot = all[1];
+    if constexpr (Kind::kCentered) found.values = all[1 + kGrads];
+    if constexpr (Kind::kCentered && kGrads) found.grads = all[3];
     return found;
   }
 
@@ -404,25 +353,23 @@ class Moments {
   __device__ float inverse_of_scaled(const Row& row, float inverse_n, float eps,
                                      const RowMoments<Kind>& found) {
     const float scale = scale_of_squares(found.inverse);
-    put_parts(row, [&](const auto& part) {
-      LaneSum squares;
-      part.for_each_vector([&](auto, int count, const auto& vectors) {
-        RowFloats value = found.deviation_of(floats_of(vectors[0])) * RowFloats(scale);
-        value = first_lanes<T>(value, count);
-        squares.add_products(value, value);
-      });
-      return Sums{squares.total()};
+    LaneSum squares;
+    row.for_each_vector([&](auto, int count, const auto& vectors) {
+      RowFloats value = found.deviation_of(floats_of(vectors[0])) * RowFloats(scale);
+      value = first_lanes<T>(value, count);
+      squares.add_products(value, value);
     });
-    const float sum = take_all().sums[0];
+    float sums[kSums] = {squares.total()};
+    reduction_.put(sums);
+    reduction_.take(sums);
     const float inverse =
-        inverse_rms(Floats<1>(sum), inverse_n, eps * scale * scale).lanes[0] * scale;
+        inverse_rms(Floats<1>(sums[0]), inverse_n, eps * scale * scale).lanes[0] * scale;
     const float most =
         inverse_rms(Floats<1>(0.0f), inverse_n, eps).lanes[0];  // when eps has vanished
     return inverse > most ? most : inverse;
   }
 
   TeamReduction<Team, kSums> reduction_;
-  Sums before_;  // of parts
 };
 
 // What the teams of a block need in shared memory to add up: those of half a warp need none.

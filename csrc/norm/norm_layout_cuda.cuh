@@ -12,15 +12,14 @@ struct Layout {
   int team, block;      // threads
   int64_t blocks;       // if each team takes a row
 
-  // in_parts: long rows go to teams that take their parts.
   Layout(int64_t count, int64_t n, std::initializer_list<Rows> all,
-         std::initializer_list<Rows> vectors, bool in_parts = false)
+         std::initializer_list<Rows> vectors)
       : rows(count),
         length(n),
         dtype(all.begin()->dtype),
         aligned(all_aligned(all) && all_aligned(vectors)),
         whole(aligned && n % kRowVector == 0 && n < int64_t(1) << 30 && are_of(all, dtype)),
-        team(threads_of_team(in_parts ? std::min(n, part_of(n)) : n)),
+        team(threads_of_team(n)),
         block(n <= kShortRow ? 256 : team),
         blocks(ceil_div(rows, block / team)) {}
 
