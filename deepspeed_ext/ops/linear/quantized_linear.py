@@ -83,9 +83,9 @@ def quantized_linear(
 
     A row of x has the same bits as ``skinny_linear`` promises them, and autocast casts no more than
     there. With over 64 rows, or where torch.compile does not know that there are fewer, the weight
-    is made floats of the dtype of x in one pass, and torch multiplies; up to 512 rows, a kernel for
-    compute capability 9.0 makes the same floats where it multiplies them. So it is for gradients,
-    which there are of x, bias and residual. That of the rounding of x is taken as 1. Floats of the
+    is made floats of the dtype of x in one pass, and torch multiplies; up to 512 rows, and for a
+    large weight, a kernel for compute capability 9.0 makes the same floats where it multiplies
+    them. So it is for gradients, which there are of x, bias and residual. That of the rounding of x is taken as 1. Floats of the
     weight are made anew for the gradient to x, and none are kept until then.
 
     Args:
