@@ -85,8 +85,9 @@ def quantized_linear(
     there. With over 64 rows, or where torch.compile does not know that there are fewer, the weight
     is made floats of the dtype of x in one pass, and torch multiplies; up to 512 rows, and for a
     large weight, a kernel for compute capability 9.0 makes the same floats where it multiplies
-    them. So it is for gradients, which there are of x, bias and residual. That of the rounding of x is taken as 1. Floats of the
-    weight are made anew for the gradient to x, and none are kept until then.
+    them. So it is for gradients, which there are of x, bias and residual. That of the rounding of x
+    is taken as 1. Floats of the weight are made anew for the gradient to x, and none are kept until
+    then.
 
     Args:
         x: (..., length), float32, bfloat16 or float16. Or what ``skinny_linear_norm`` or
