@@ -230,6 +230,7 @@ WITHOUT_CASE = {
     "deepspeed_ext::dropout_attention_backward",
     *(f"deepspeed_ext::linear_cross_entropy{end}" for end in ("", "_backward", "_scaled")),
     "deepspeed_ext::grouped_quantized_products",
+    *(f"deepspeed_ext::quantized_product.w{bits}" for bits in (4, 8)),
     *(f"deepspeed_ext::token_{op}" for op in ("gather", "gather_backward", "scatter")),
     "deepspeed_ext::mask_gather_bert",
     "deepspeed_ext::skinny_linear",
