@@ -76,6 +76,6 @@ def test_a_large_one_is_its_parts(name: str, width: int, dtype: torch.dtype) -> 
 def test_by_avx2() -> None:
     """The same by the processor's other instructions for it, in a process of its own."""
     command = [sys.executable, "-m", "pytest", "-q", "-n", "0", __file__, "-k", "parts and 4096"]
-    environ = os.environ | {"DSX_FORCE_ISA": "avx2"}
+    environ = os.environ | {"DSX_FORCE_ISA": "avx2", "PYTEST_ADDOPTS": ""}  # all, of any share
     done = subprocess.run(command, env=environ, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout
