@@ -288,8 +288,8 @@ def _explain(op: OpOverload, args: Sequence[object], keywords: Values, error: Ex
 
 def _out_of_memory(name: str, tensors: Sequence[Tensor]) -> RuntimeError:
     """Return the error that torch has for it, with the words by which libraries know it."""
-    device = next((tensor.device for tensor in tensors), torch.device("cpu"))
-    if device.type != "cuda":
+    device = next((tensor.device for tensor in tensors if tensor.is_cuda), None)
+    if device is None:
         return RuntimeError(f"{name}: DefaultCPUAllocator: can't allocate memory for a tensor")
     return torch.OutOfMemoryError(
         f"{name}: CUDA out of memory. A tensor that it makes does not fit on {device}; torch has"
