@@ -24,7 +24,7 @@ export PYTHONUNBUFFERED := 1
 
 .SHELLFLAGS := -ec
 .ONESHELL:
-.PHONY: help env demo ops test test-long test-all test-gpus lint types docs site bench clean
+.PHONY: help env demo ops test test-long test-all test-gpus lint types docs site bench rivals clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-9s %s\n", $$1, $$2 }' Makefile
@@ -82,6 +82,12 @@ site: $(DONE)/docs  ## build the site and check its links alone
 
 bench: $(DONE)/bench  ## measure ours against torch and fio; BENCH=aio measures one thing only
 	@for what in $(BENCH); do $(BIN)/python -m benchmarks.bench_$$what $(ARGS); done
+
+rivals: $(DONE)/bench  ## measure ours on a GPU beside all others that .venv has, and say which it lacks
+	@$(BIN)/python -m benchmarks.rivals
+	for what in rms_norm layer_norm softmax swiglu prefill decode patch; do
+	  $(BIN)/python -m benchmarks.bench_$$what --device cuda $(ARGS)
+	done
 
 clean:  ## remove what the other targets made, the trained model included
 	@rm -rf .venv build prebuilt dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis $(OUT)

@@ -12,6 +12,7 @@ from functools import partial
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.bias import causal_lower_right
 
 from benchmarks.bench_decode import CODES, GROUP, paged
@@ -33,6 +34,14 @@ def torchs(q: Tensor, keys: Tensor, values: Tensor) -> object:
     return F.scaled_dot_product_attention(
         q.transpose(1, 2), keys, values, attn_mask=bias, enable_gqa=True
     )
+
+
+def torchs_by_cudnn(q: Tensor, keys: Tensor, values: Tensor) -> object:
+    with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
+        heads_first = q.transpose(1, 2)
+        return F.scaled_dot_product_attention(
+            heads_first, keys, values, is_causal=True, enable_gqa=True
+        )
 
 
 def torchs_by_mask(q: Tensor, keys: Tensor, values: Tensor, mask: Tensor) -> object:
@@ -81,7 +90,10 @@ def contenders(
     by_mask = contender("torch, with a mask", partial(dense, torchs_by_mask, mask))
     if options or (device == "cpu" and chunk < tokens):  # there, torch makes a mask of it
         return [*made, by_mask]
-    return [*made, contender("torch, lower right", partial(dense, torchs)), by_mask]
+    made.append(contender("torch, lower right", partial(dense, torchs)))
+    if device == "cuda" and chunk == tokens:  # it knows no other corner
+        made.append(contender("torch, cuDNN", partial(dense, torchs_by_cudnn)))
+    return [*made, by_mask]
 
 
 def work(
@@ -113,6 +125,7 @@ WORKLOADS = {
         work(1, 8192, 512, BF16, calls=20),
         work(4, 8192, 512, BF16, calls=5),
         work(1, 2048, 2048, BF16, calls=20),
+        work(1, 8192, 8192, BF16, calls=3),
         work(1, 8192, 512, BF16, "int8", calls=20),
         work(1, 8192, 512, BF16, "fp8", calls=20),
         work(1, 8192, 512, BF16, calls=20, window=WINDOW),

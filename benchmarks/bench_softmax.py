@@ -35,7 +35,7 @@ def operands(shape: Shape, dtype: torch.dtype, device: str) -> list[Tensor]:
     return [torch.randn(shape, device=device).to(dtype)]
 
 
-made = partial(workloads, ways, [Form("", operands, 2, 3)])
+made = partial(workloads, ways, [Form("", operands, 2, 3, "softmax")])
 # Half is read, all is written.
 causal = partial(workloads, causal_ways, [Form("causal", operands, 1.5, 2)])
 WORKLOADS = {

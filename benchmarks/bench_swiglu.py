@@ -33,7 +33,7 @@ def packed(shape: Shape, dtype: torch.dtype, device: str) -> list[Tensor]:
     return [torch.randn((*shape[:-1], 2 * shape[-1]), device=device).to(dtype)]
 
 
-FORMS = [Form("", operands, 3, 5), Form("packed", packed, 3, 5)]
+FORMS = [Form("", operands, 3, 5, "swiglu"), Form("packed", packed, 3, 5)]
 made = partial(workloads, ways, FORMS)
 WORKLOADS = {
     "cpu": [*made((4096, 4096), F32), *made((4096, 4096), BF16)],

@@ -1,13 +1,15 @@
 """What the benchmarks of functional ops share: operands in turn, calls in a graph, gradients."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
 from torch import Tensor
+from tqdm import tqdm
 
 from benchmarks.harness import Contender
+from benchmarks.rivals import rivals_of
 from benchmarks.workloads import Shapes, Workload
 
 CACHE = 256 << 20  # bytes of copies of the operands that calls go through in turn
@@ -25,12 +27,14 @@ class Form:
         operands: makes random ones, given the shape of the result, a dtype and a device.
         forward: how often the best of passes goes over a tensor of that shape, in all.
         backward: the same for the gradients of all operands.
+        op: the one that other libraries have, too; see rivals.py.
     """
 
     name: str
     operands: Callable[[Shape, torch.dtype, str], list[Tensor]]
     forward: float
     backward: float
+    op: str = ""
 
 
 def workloads(
@@ -63,6 +67,7 @@ def _forward(
     (shape,) = shapes
     operands = [form.operands(shape, dtype, device) for _ in range(copies_of(shape, dtype, device))]
     made = [forward_contender(name, way, operands, device, calls) for name, way in ways().items()]
+    made += _rivals(form.op, device, lambda n, w: forward_contender(n, w, operands, device, calls))
     return [*made, copy_contender(form.forward, shape, dtype, device, calls)]
 
 
@@ -72,7 +77,19 @@ def _backward(
     (shape,) = shapes
     leaves = [operand.requires_grad_() for operand in form.operands(shape, dtype, device)]
     made = [backward_contender(name, way, leaves, device, calls) for name, way in ways().items()]
+    made += _rivals(form.op, device, lambda n, w: backward_contender(n, w, leaves, device, calls))
     return [*made, copy_contender(form.backward, shape, dtype, device, calls)]
+
+
+def _rivals(
+    op: str, device: str, contender: Callable[[str, Callable[..., object]], Contender]
+) -> Iterator[Contender]:
+    """Yield those of other libraries that are installed, and can do it."""
+    for name, make in rivals_of(op).items() if device == "cuda" else ():
+        try:
+            yield contender(name, make())
+        except Exception as error:
+            tqdm.write(f"{name}: left out, {type(error).__name__}: {str(error)[:100]}")
 
 
 def in_turn(calls: list[Callable[[], object]]) -> Callable[[], object]:

@@ -46,7 +46,7 @@ def workloads_of(
         return [torch.randn(each, device=device).to(dtype) for each in shapes]
 
     forms = [
-        Form("", partial(operands, residual=False), 2, 3),
+        Form("", partial(operands, residual=False), 2, 3, name),
         # The sum has a gradient too.
         Form("with residual", partial(operands, residual=True), 4, 4),
     ]
