@@ -318,7 +318,9 @@ template <class Rule>
 void add_groups_cuda(const float* partials, int64_t groups, int64_t length, Rows target,
                      void* stream) {
   if (length == 0) return;
-  cuda::add_partials(partials, groups, length, target, Rule::kOp, cudaStream_t(stream));
+  cuda::PartialSums sums;
+  sums.add(partials, target);
+  cuda::add_partials(sums, groups, length, Rule::kOp, cudaStream_t(stream));
 }
 
 #define DSX_INSTANTIATE(Rule)                                      \

@@ -4,7 +4,7 @@
 #pragma once
 
 #include "common/cuda/fetch.cuh"
-#include "norm/norm_cuda.cuh"
+#include "norm/norm_parts_cuda.cuh"
 
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
 #include <cooperative_groups.h>
@@ -46,6 +46,12 @@ using TeamOfBlock = RowTeam<Team::kLength, false>;
 template <class Team, class T>
 constexpr int kAddingThreads = Team::kShort ? 256 : kMostOfTeam * 2 / int(sizeof(T));
 
+// What a block has of rows that its cluster shares: `count` elements, the last block perhaps fewer.
+// Else all of them.
+struct PartOfRow {
+  int count, blocks;
+};
+
 // The memory of a block. While a row is worked on, the next one is on its way: of x and of the
 // gradient there are two stages, of the gradient of the sum one. Each thread has memory of its
 // own, and each half warp some for the first vector of a row; the weight is there for all, as
@@ -59,18 +65,22 @@ struct RowPipeline {
   // Of this thread: [stages, x and gradient, kVectors], then those of the gradient of the sum.
   Vector* rows;
   Vector* firsts;  // of this half warp: [stages]
-  float* weight;   // [length]
-  int length;
+  float* weight;   // [length], as half_of_weight says
+  int64_t from;    // of a row, the element where this block begins
+  int length;      // of what it has
 
-  static int64_t bytes(int threads, const NormBackward& norm) {
+  static int64_t bytes(int threads, int64_t length, const NormBackward& norm) {
     const int of_thread = (2 * kStages + norm.grad_sum.is_present()) * kVectors;
     const int firsts = threads / kHalfWarp * kStages;
     const int64_t of_rows = int64_t(threads * of_thread + firsts) * int(sizeof(Vector));
-    return of_rows + norm.length * int(sizeof(float));
+    return of_rows + length * int(sizeof(float));
   }
 
-  __device__ RowPipeline(const Team& of, const NormBackward& norm, void* memory)
-      : team(of), length(int(norm.length)) {
+  __device__ RowPipeline(const Team& of, const NormBackward& norm, const PartOfRow& part,
+                         void* memory)
+      : team(of),
+        from(Team::kParts ? int64_t(rank_in_cluster()) * part.count : 0),
+        length(int(::min(norm.length - from, int64_t(part.count)))) {
     const int of_thread = (2 * kStages + norm.grad_sum.is_present()) * kVectors;
     rows = static_cast<Vector*>(memory) + threadIdx.x;
     firsts = static_cast<Vector*>(memory) + of_thread * int(blockDim.x);
@@ -84,10 +94,11 @@ struct RowPipeline {
     for (int i = int(threadIdx.x) * kRowVector; i < length; i += int(blockDim.x) * kRowVector) {
       RowFloats values(1.0f);
       if (norm.weight.is_present()) {
-        values = floats_of(fetch(norm.weight.even_row<Any>(0), i, kRowVector, true)) +
+        values = floats_of(fetch(norm.weight.even_row<Any>(0), from + i, kRowVector, true)) +
                  RowFloats(norm.weight_offset);
       }
-      store<Access::vector>(Pointer<float>{weight + i}, values, kRowVector);
+      *half_of_weight(i, 0) = {values.lanes[0], values.lanes[1], values.lanes[2], values.lanes[3]};
+      *half_of_weight(i, 1) = {values.lanes[4], values.lanes[5], values.lanes[6], values.lanes[7]};
     }
     __syncthreads();
   }
@@ -110,8 +121,8 @@ struct RowPipeline {
 
   __device__ void ask(int stage, Pointer<T> x_row, Pointer<T> grad_row) const {
     for_each([&](int v, int i) {
-      fetch_bytes<int(sizeof(Vector))>(&x(stage, v), x_row.address + i);
-      fetch_bytes<int(sizeof(Vector))>(&grad_out(stage, v), grad_row.address + i);
+      fetch_bytes<int(sizeof(Vector))>(&x(stage, v), x_row.address + from + i);
+      fetch_bytes<int(sizeof(Vector))>(&grad_out(stage, v), grad_row.address + from + i);
     });
     if constexpr (Kind::kCentered) {
       if (int(threadIdx.x) % kHalfWarp == 0) {
@@ -120,12 +131,27 @@ struct RowPipeline {
     }
   }
   __device__ void ask_for_grad_sum(Pointer<T> row) const {
-    for_each(
-        [&](int v, int i) { fetch_bytes<int(sizeof(Vector))>(&grad_sum(v), row.address + i); });
+    for_each([&](int v, int i) {
+      fetch_bytes<int(sizeof(Vector))>(&grad_sum(v), row.address + from + i);
+    });
   }
 
   __device__ RowFloats weight_at(int i) const {
-    return load<Access::vector, kRowVector>(Pointer<float>{weight + i}, kRowVector);
+    const float4 a = *half_of_weight(i, 0), b = *half_of_weight(i, 1);
+    RowFloats values;
+    const float lanes[] = {a.x, a.y, a.z, a.w, b.x, b.y, b.z, b.w};
+#pragma unroll
+    for (int k = 0; k < kRowVector; ++k) values.lanes[k] = lanes[k];
+    return values;
+  }
+
+ private:
+  // Of parts, neighbours have halves side by side, or two threads would meet in each bank of the
+  // memory; other teams have no register left for that.
+  static constexpr bool kHalvesApart = Team::kParts;
+  __device__ float4* half_of_weight(int i, int half) const {
+    return reinterpret_cast<float4*>(weight +
+                                     (kHalvesApart ? (half * length + i) / 2 : i + half * 4));
   }
 };
 
@@ -154,18 +180,29 @@ struct PipelineRow {
   }
 };
 
-// Each team takes rows_of_team rows; its cluster adds up.
+template <class Team>
+__device__ inline Team team_of(int threads, int blocks, float* of_parts) {
+  if constexpr (Team::kParts) {
+    return Team(blocks, of_parts);
+  } else {
+    return Team(threads);
+  }
+}
+
+// Each team takes rows_of_team rows; its cluster adds up, or has the parts of the rows.
 template <class Kind, class Team, class T>
 __global__ void __launch_bounds__(kAddingThreads<Team, T>, Team::kShort ? 3 : 1)
     adding_kernel(const __grid_constant__ NormBackward norm, float inverse_n, int team_threads,
-                  int rows_of_team,
+                  int rows_of_team, PartOfRow part,
                   OfVectors<float*> partials) {  // [clusters, length] written; null: not wanted
   constexpr int kVectors = Team::kVectors;
   extern __shared__ __align__(16) uint4 pipeline_memory[];
   __shared__ float reduction_memory[kReductionFloats<Kind, Team, true>];
   using Pipeline = RowPipeline<Kind, Team, T>;
-  const Team team(team_threads);
-  const Pipeline pipeline(team, norm, pipeline_memory);
+  __shared__ float of_parts[Team::kParts ? PartExchange::kFloats : 1];
+  const Team team = team_of<Team>(team_threads, part.blocks, of_parts);
+  const Pipeline pipeline(team, norm, part, pipeline_memory);
+  let_next_begin();
   const bool has_grad_sum = norm.grad_sum.is_present();
   const auto weighted = [&](int i, const auto& vectors) {
     return floats_of(vectors[1]) * pipeline.weight_at(i);
@@ -206,6 +243,7 @@ __global__ void __launch_bounds__(kAddingThreads<Team, T>, Team::kShort ? 3 : 1)
   ask_for_grad_sum(0);
   ask(1);
   pipeline.fetch_weight(norm);
+  if (Team::kParts) cluster_barrier(part.blocks);  // all are there
   put(0);
 #pragma unroll 1
   for (int number = 0; number < rows_of_team; ++number) {
@@ -213,7 +251,7 @@ __global__ void __launch_bounds__(kAddingThreads<Team, T>, Team::kShort ? 3 : 1)
     const RowMoments<Kind> found = moments.find(row, near, inverse_n, norm.eps, weighted);
     wait_for_fetches<1>();
     if (row.is_there) {
-      const Pointer<T> grad_x = norm.grad_x.even_row<T>(first + number);
+      const Pointer<T> grad_x = norm.grad_x.even_row<T>(first + number) + pipeline.from;
       pipeline.for_each([&](int v, int i) {
         const RowFloats grad = floats_of(pipeline.grad_out(row.stage, v));
         const RowFloats value = found.standardized_of(floats_of(pipeline.x(row.stage, v)));
@@ -230,6 +268,18 @@ __global__ void __launch_bounds__(kAddingThreads<Team, T>, Team::kShort ? 3 : 1)
   }
   wait_for_fetches<0>();
 
+  if constexpr (Team::kParts) {
+    const auto put_sums = [&](const RowFloats(&sums)[kVectors], float* of_all) {
+      if (of_all == nullptr) return;
+      float* const target = of_all + team.row() * norm.length + pipeline.from;
+      pipeline.for_each([&](int v, int i) {
+        store<Access::vector>(Pointer<float>{target + i}, sums[v], kRowVector);
+      });
+    };
+    put_sums(of_weight, partials.weight);
+    if constexpr (Kind::kCentered) put_sums(of_bias, partials.bias);
+    return;
+  }
   // The teams of all blocks of a cluster, in their order; each team adds up a part of the columns.
   const Cluster cluster;
   const int teams = int(blockDim.x) / team.threads;

@@ -6,6 +6,8 @@
 #include "norm/norm_columns_cuda.cuh"
 #include "norm/norm_layout_cuda.cuh"
 
+#include <climits>
+
 namespace dsx {
 namespace {
 
@@ -63,16 +65,41 @@ int wanted(const OfVectors<Rows>& grads) {
   return grads.weight.is_present() + grads.bias.is_present() + grads.x_bias.is_present();
 }
 
+// Calls body with the type of the team, as std::type_identity.
+template <class Body>
+void with_team(const Layout& layout, const Body& body) {
+  if (layout.in_parts) {
+    return body(std::type_identity<cuda::RowTeam<RowLength::in_parts>>{});
+  }
+  cuda::with_row_length(layout.length, body);
+}
+
+// Calls body(team, storage) for the teams that add up, where there are some.
+template <class Body>
+void with_adding_team(const Layout& layout, const Body& body) {
+  with_team(layout, [&]<class Team>(std::type_identity<Team>) {
+    if constexpr (Team::kLength == RowLength::in_parts) {
+      body(std::type_identity<cuda::PartTeam>{}, BFloat16{});
+    } else if constexpr (Team::kLength != RowLength::is_long) {
+      with_storage_type(layout.dtype, [&](auto storage) {
+        body(std::type_identity<cuda::TeamOfBlock<Team>>{}, storage);
+      });
+    }
+  });
+}
+
 // How a backward pass goes about its sums over rows.
 struct Plan {
   static constexpr int kCluster = 2;  // more of them do not fill a device
   static constexpr int64_t kOfCache = 32 << 20;
 
   Layout layout;
-  bool adds_up;     // the teams that have the rows do, else a kernel that goes down the columns
+  bool adds_up;     // the teams that have the rows do, else a kernel that goes down the columns;
+                    // those of parts of rows also where no sums are wanted
   int threads = 0;  // of a block that adds up
   int cluster = 1;  // its blocks add up together
   int rows_of_team = 1;
+  cuda::PartOfRow part;
   int64_t blocks = 0;
   int64_t groups;  // of rows that have sums
   int pipeline_bytes = 0;
@@ -81,11 +108,16 @@ struct Plan {
   static Plan of(const NormBackward& norm, const OfVectors<Rows>& grads) {
     Plan plan(norm);
     // A thread has registers for so many sums.
-    const bool fits = plan.layout.whole && norm.length <= cuda::kUsualRow && norm.rows > 0 &&
-                      !grads.x_bias.is_present() && (Kind::kCentered || !grads.bias.is_present());
-    plan.adds_up = fits && wanted(grads) > 0 && plan.can_add_up<Kind>(norm, grads);
+    const bool fits = plan.layout.whole && norm.rows > 0 && !grads.x_bias.is_present() &&
+                      (Kind::kCentered || !grads.bias.is_present());
+    plan.adds_up =
+        fits && (wanted(grads) > 0 || plan.layout.in_parts) && plan.can_add_up<Kind>(norm, grads);
     if (!plan.adds_up) plan.groups = cuda::ColumnsGrid(norm.rows, norm.length).groups;
     return plan;
+  }
+
+  cuda::Launch launch() const {
+    return {unsigned(blocks), threads, pipeline_bytes, cluster, false};
   }
 
   // One group goes to where the gradients are wanted.
@@ -94,40 +126,46 @@ struct Plan {
  private:
   explicit Plan(const NormBackward& norm)
       : layout(norm.rows, norm.length, {norm.x, norm.grad_out, norm.grad_sum, norm.grad_x},
-               {norm.weight}) {}
+               {norm.weight}, cuda::is_in_parts(norm.length, norm.x.dtype)),
+        part{int(std::min<int64_t>(norm.length, INT_MAX)), 1} {}
 
   template <class Kind>
   bool can_add_up(const NormBackward& norm, const OfVectors<Rows>& grads) {
     const cuda::Device device(Kind::kBackwardOp);
-    cuda::with_row_length(norm.length, [&](auto team) {
-      using Team = cuda::TeamOfBlock<typename decltype(team)::type>;
-      if constexpr (Team::kLength != RowLength::is_long) {
-        with_storage_type(layout.dtype, [&](auto storage) {
-          using T = decltype(storage);
-          threads = cuda::kAddingThreads<Team, T> / layout.team * layout.team;
-          pipeline_bytes = int(cuda::RowPipeline<Kind, Team, T>::bytes(threads, norm));
-          const auto kernel = cuda::adding_kernel<Kind, Team, T>;
-          cudaFuncAttributes found = {};
-          cuda::check(cudaFuncGetAttributes(&found, kernel), Kind::kBackwardOp);
-          // PTX for older devices has no clusters, wherever it runs.
-          if (!Team::kShort && found.ptxVersion >= 90) cluster = kCluster;
-        });
-      }
+    int64_t resident = 0, of_group = 1;  // blocks that run at once; teams
+    const bool in_parts = layout.in_parts;
+    with_adding_team(layout, [&]<class Team, class T>(std::type_identity<Team>, T) {
+      if (in_parts) part = {int(cuda::part_of(norm.length)), int(cuda::parts_of(norm.length))};
+      const auto kernel = cuda::adding_kernel<Kind, Team, T>;
+      threads = layout.team;
+      if (!in_parts) threads *= cuda::kAddingThreads<Team, T> / layout.team;
+      pipeline_bytes = int(cuda::RowPipeline<Kind, Team, T>::bytes(threads, part.count, norm));
+      if (pipeline_bytes > device.shared_bytes) return;
+      // PTX for older devices has no clusters, wherever it runs.
+      const bool has_clusters = cuda::can_chain(kernel, Kind::kBackwardOp);
+      if (has_clusters && !Team::kShort) cluster = in_parts ? part.blocks : kCluster;
+      of_group = in_parts ? 1 : threads / layout.team * cluster;
+      resident = int64_t(device.multiprocessors) * (Team::kShort ? 3 : 1);
+      if (!in_parts) return;
+      cuda::allow_shared(kernel, pipeline_bytes, Kind::kBackwardOp);
+      resident =
+          has_clusters ? cluster * cuda::clusters_at_once(kernel, launch(), Kind::kBackwardOp) : 0;
     });
-    if (threads == 0 || pipeline_bytes > device.shared_bytes) return false;
     // As many blocks as run at once. What fits into the cache is soon read again, so sums of it
     // need not take more than 1 % of its memory; of more, what they take is less than the time.
-    const int64_t teams = threads / layout.team;
-    const int64_t resident = int64_t(device.multiprocessors) * (layout.team < cuda::kWarp ? 3 : 1);
+    // Rows in parts take several times as long without, as long as most of the device has some.
     const int64_t of_row = bytes_of(norm.x.dtype) + bytes_of(norm.grad_out.dtype);
     const bool is_cached = norm.rows * norm.length * of_row <= kOfCache;
-    const int64_t most_groups =
-        norm.rows * of_row / (is_cached ? 100 : 24) / (wanted(grads) * int64_t(sizeof(float)));
-    const int64_t most = std::min(most_groups, resident / cluster) * cluster;
-    if (most * 8 < resident) return false;
-    rows_of_team = int(ceil_div(norm.rows, most * teams));
-    blocks = ceil_div(ceil_div(norm.rows, rows_of_team * teams), cluster) * cluster;
-    groups = blocks / cluster;
+    const int64_t divisor = is_cached ? 100 : in_parts ? 8 : 24;
+    int64_t most = resident / cluster;
+    if (const int64_t of_sums = wanted(grads) * int64_t(sizeof(float))) {
+      most = std::min(most, norm.rows * of_row / divisor / of_sums);
+    }
+    most *= cluster;
+    if (most == 0 || most * (in_parts ? 2 : 8) < resident) return false;
+    rows_of_team = int(ceil_div(norm.rows, most / cluster * of_group));
+    groups = ceil_div(norm.rows, rows_of_team * of_group);
+    blocks = groups * cluster;
     return true;
   }
 };
@@ -147,26 +185,13 @@ OfVectors<float*> partials_in(float* workspace, const OfVectors<Rows>& grads, in
   return partials;
 }
 
-template <class Kind, class Team>
+template <class Kind>
 void run_adding(const NormBackward& norm, const Plan& plan, const OfVectors<float*>& partials,
                 cudaStream_t stream) {
-  constexpr const char* op = Kind::kBackwardOp;
-  with_storage_type(plan.layout.dtype, [&](auto storage) {
-    const auto kernel = cuda::adding_kernel<Kind, Team, decltype(storage)>;
-    cuda::allow_shared(kernel, plan.pipeline_bytes, op);
-    cudaLaunchConfig_t config = {};
-    config.gridDim = dim3(unsigned(plan.blocks));
-    config.blockDim = dim3(unsigned(plan.threads));
-    config.dynamicSmemBytes = size_t(plan.pipeline_bytes);
-    config.stream = stream;
-    cudaLaunchAttribute attribute = {};
-    attribute.id = cudaLaunchAttributeClusterDimension;
-    attribute.val.clusterDim = {unsigned(plan.cluster), 1, 1};
-    config.attrs = &attribute;
-    config.numAttrs = plan.cluster > 1 ? 1 : 0;
-    cuda::check(cudaLaunchKernelEx(&config, kernel, norm, 1.0f / float(norm.length),
-                                   plan.layout.team, plan.rows_of_team, partials),
-                op);
+  with_adding_team(plan.layout, [&]<class Team, class T>(std::type_identity<Team>, T) {
+    cuda::launch_kernel(cuda::adding_kernel<Kind, Team, T>, plan.launch(), stream,
+                        Kind::kBackwardOp, norm, 1.0f / float(norm.length), plan.layout.team,
+                        plan.rows_of_team, plan.part, partials);
   });
 }
 
@@ -180,7 +205,9 @@ void run_rows(const NormBackward& norm, const Layout& layout, RowMoments<Kind>* 
   if (!layout.whole) return launch(rows_kernel<Kind, Team, Any, false>);
   with_storage_type(layout.dtype, [&](auto storage) {
     using T = decltype(storage);
-    if constexpr (Team::kLength != RowLength::is_long) {
+    if constexpr (Team::kLength == RowLength::in_parts) {
+      if constexpr (std::is_same_v<T, BFloat16>) launch(rows_kernel<Kind, Team, T, false>);
+    } else if constexpr (Team::kLength != RowLength::is_long) {
       launch(rows_kernel<Kind, Team, T, true>);
     } else {  // long rows of float16 are rare
       using Long = std::conditional_t<std::is_same_v<T, Half>, Any, T>;
@@ -215,29 +242,25 @@ void norm_backward_cuda(const NormBackward& norm, const OfVectors<Rows>& grads, 
   float* behind = workspace + wanted(grads) * floats;
   RowMoments<Kind>* of_rows = in_columns ? reinterpret_cast<RowMoments<Kind>*>(behind) : nullptr;
   if (norm.rows > 0) {
-    cuda::with_row_length(norm.length, [&](auto team) {
-      using Team = typename decltype(team)::type;
-      if constexpr (Team::kLength != RowLength::is_long) {
-        if (plan.adds_up) {
-          return run_adding<Kind, cuda::TeamOfBlock<Team>>(norm, plan, partials, queue);
-        }
-      }
-      run_rows<Kind, Team>(norm, plan.layout, of_rows, queue);
+    if (plan.adds_up) {
+      run_adding<Kind>(norm, plan, partials, queue);
+    } else {
+      with_team(plan.layout, [&]<class Team>(std::type_identity<Team>) {
+        run_rows<Kind, Team>(norm, plan.layout, of_rows, queue);
+      });
       cuda::check(cudaGetLastError(), op);
-    });
+    }
   }
   if (in_columns) {
     cuda::add_columns<Kind>(norm, of_rows, partials, grads, plan.layout.whole, plan.layout.aligned,
                             op, queue);
   }
   if (!plan.has_partials()) return;
-  const auto add = [&](const float* partial, const Rows& grad) {
-    if (!grad.is_present()) return;
-    cuda::add_partials(partial, plan.groups, norm.length, grad, op, queue);
-  };
-  add(partials.weight, grads.weight);
-  add(partials.bias, grads.bias);
-  add(partials.x_bias, grads.x_bias);
+  cuda::PartialSums sums;
+  sums.add(partials.weight, grads.weight);
+  sums.add(partials.bias, grads.bias);
+  sums.add(partials.x_bias, grads.x_bias);
+  cuda::add_partials(sums, plan.groups, norm.length, op, queue);
 }
 
 template int64_t norm_backward_workspace<DSX_NORM>(const NormBackward&, const OfVectors<Rows>&);

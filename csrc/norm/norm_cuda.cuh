@@ -4,6 +4,7 @@
 #pragma once
 
 #include "common/cuda/check.h"
+#include "common/cuda/row_parts.cuh"
 #include "common/cuda/rows.cuh"
 #include "norm/norm.h"
 
@@ -17,11 +18,11 @@ namespace cuda {
 using RowFloats = Floats<kRowVector>;  // of a RowVector
 
 // Half a warp takes a row of up to 128 elements; a team of warps, in which each thread has four
-// vectors, one of up to 16,384; 1,024 threads a longer one. The vectors of a thread lie as far
-// apart as all threads of the team reach. Held rows stay in registers, and long ones in shared
-// memory too, where whole vectors can be read and there is memory; else they are read again each
-// time, with the same bits.
-enum class RowLength { is_short, is_usual, is_long };
+// vectors, one of up to 16,384; 1,024 threads a longer one. Backward, such a team takes each part
+// of a row that is_in_parts. The vectors of a thread lie as far apart as all threads of the team
+// reach. Held rows stay in registers, and long ones in shared memory too, where whole vectors can
+// be read and there is memory; else they are read again each time, with the same bits.
+enum class RowLength { is_short, is_usual, is_long, in_parts };
 constexpr int kHeldVectors = 4, kMostOfTeam = 512, kLongTeam = 1024;
 constexpr int64_t kUsualRow = kMostOfTeam * kHeldVectors * kRowVector;
 
@@ -31,12 +32,21 @@ inline int threads_of_team(int64_t length) {
   return int(ceil_div(length, kWarp * kHeldVectors * kRowVector)) * kWarp;
 }
 
+// Whether the blocks of a cluster can have the parts of a long row. Of float32 too few fit into
+// their shared memory, and those of float16 are rare.
+inline bool is_in_parts(int64_t length, Dtype dtype) {
+  static_assert(kUsualRow == kMostOfPart && kHeldVectors == kVectorsOfPart);
+  return dtype == Dtype::bfloat16 && length > kUsualRow && parts_of(length) <= kMostParts;
+}
+
 // Of a block, or one of its teams: these have barriers of their own, of which a multiprocessor has
 // few.
 template <RowLength kLength_, bool kAlone = true>
 struct RowTeam {
   static constexpr RowLength kLength = kLength_;
   static constexpr bool kShort = kLength == RowLength::is_short;
+  static constexpr bool kParts = false;  // whether others have parts of the same row
+  static constexpr int kBlocks = 1;      // that the team is spread over
   static constexpr int kVectors = kShort ? 1 : kHeldVectors;  // of a thread, but of long rows
   static constexpr int kMostThreads = kLength == RowLength::is_long ? kLongTeam : kMostOfTeam;
 
@@ -51,6 +61,10 @@ struct RowTeam {
   __device__ int64_t row() const {
     return int64_t(blockIdx.x) * (int(blockDim.x) / threads) + number;
   }
+
+  // Sums over what this team has of a row become those over all of it.
+  template <int kSums>
+  __device__ void add_over_parts(float (&)[kSums]) const {}
 
   __device__ void barrier() const {
     if constexpr (kAlone) {
@@ -97,10 +111,13 @@ struct HeldRow {
   __device__ void for_each(const Body& body) const {
 #pragma unroll
     for (int v = 0; v < Team::kVectors; ++v) {
-      const int i = (v * team.threads + team.thread) * kRowVector;
+      const int i = column(v);
       if (i < length) body(v, i, kRowVector);
     }
   }
+
+  // The element where vector number v begins; perhaps beyond the row.
+  __device__ int column(int v) const { return (v * team.threads + team.thread) * kRowVector; }
 
   // Calls body(i, count, vectors), with one vector of each tensor.
   template <class Body>
@@ -109,7 +126,7 @@ struct HeldRow {
   }
 };
 
-// The same of a row that is read again each time, a few vectors at once.
+// The same of a row that is read again each time, a few vectors at once: elements [begin, length).
 template <class Team, class T, int kTensors>
 struct ReadRow {
   static constexpr int kBatch = std::is_same_v<T, Any> ? 1 : 8 / int(sizeof(T));
@@ -118,12 +135,22 @@ struct ReadRow {
   int64_t length;
   bool aligned;
   Pointer<T> tensors[kTensors];  // all but the first may be absent
+  int64_t begin = 0;
+
+  // The part of a row that is in parts from element `from` on, of so many elements if they are all.
+  __device__ ReadRow part(int64_t from, int64_t elements) const {
+    ReadRow row = *this;
+    row.begin = from;
+    row.length = ::min(length, from + elements);
+    return row;
+  }
 
   template <class Body>
   __device__ void for_each_vector(const Body& body) const {
     const Column<T> end = Column<T>(length), stride = Column<T>(team.threads) * kRowVector;
 #pragma unroll 1
-    for (Column<T> first = team.thread * kRowVector; first < end; first += kBatch * stride) {
+    for (Column<T> first = Column<T>(begin) + team.thread * kRowVector; first < end;
+         first += kBatch * stride) {
       RowVector<T> vectors[kBatch][kTensors];
 #pragma unroll
       for (int v = 0; v < kBatch; ++v) {
@@ -215,7 +242,10 @@ class TeamReduction {
     mine_ = over_lanes(sums);
     if (Team::kShort || team_.threads == kWarp) return;
     const int lane = int(threadIdx.x) % kWarp;
-    if (lane < kSums) memory_[(buffer_ * kWarp + team_.thread / kWarp) * kSums + lane] = mine_;
+    if (lane < kSums * Team::kBlocks) {
+      float* near = &memory_[(buffer_ * kWarp + team_.thread / kWarp) * kSums + lane % kSums];
+      write_in_cluster(near, Team::kBlocks, unsigned(lane / kSums), mine_);
+    }
   }
 
   // Two buffers, one after the other: nobody writes to one before all have read it and come to the
@@ -234,6 +264,7 @@ class TeamReduction {
     }
 #pragma unroll
     for (int s = 0; s < kSums; ++s) sums[s] = __shfl_sync(~0u, mine_, s, kLanes);
+    team_.add_over_parts(sums);
   }
 
   // Whether it is so in one of the teams of a warp.
@@ -282,23 +313,26 @@ class Moments {
   // First this, then for the same row `find`.
   template <class Row, class Grad>
   __device__ void put(const Row& row, float near, const Grad& grad_of) {
-    LaneSum squares, values, dot, grads;
-    row.for_each_vector([&](auto i, int count, const auto& vectors) {
-      RowFloats value = floats_of(vectors[0]);
-      if constexpr (Kind::kCentered) value = first_lanes<T>(value - RowFloats(near), count);
-      squares.add_products(value, value);
-      if constexpr (Kind::kCentered) values.add(value);
-      if constexpr (kGrads) {
-        const RowFloats grad = grad_of(i, vectors);
-        dot.add_products(value, grad);
-        if constexpr (Kind::kCentered) grads.add(grad);
-      }
+    put_parts(row, [&](const auto& part) {
+      LaneSum squares;
+      [[maybe_unused]] LaneSum values, dot, grads;
+      part.for_each_vector([&](auto i, int count, const auto& vectors) {
+        RowFloats value = floats_of(vectors[0]);
+        if constexpr (Kind::kCentered) value = first_lanes<T>(value - RowFloats(near), count);
+        squares.add_products(value, value);
+        if constexpr (Kind::kCentered) values.add(value);
+        if constexpr (kGrads) {
+          const RowFloats grad = grad_of(i, vectors);
+          dot.add_products(value, grad);
+          if constexpr (Kind::kCentered) grads.add(grad);
+        }
+      });
+      Sums all{squares.total()};
+      if constexpr (kGrads) all.sums[1] = dot.total();
+      if constexpr (Kind::kCentered) all.sums[1 + kGrads] = values.total();
+      if constexpr (Kind::kCentered && kGrads) all.sums[3] = grads.total();
+      return all;
     });
-    float all[kSums] = {squares.total()};
-    if constexpr (kGrads) all[1] = dot.total();
-    if constexpr (Kind::kCentered) all[1 + kGrads] = values.total();
-    if constexpr (Kind::kCentered && kGrads) all[3] = grads.total();
-    reduction_.put(all);
   }
 
   template <class Row, class Grad>
@@ -338,14 +372,43 @@ class Moments {
   }
 
  private:
+  struct Sums {
+    float sums[kSums];
+  };
+  static constexpr bool kInParts = Team::kLength == RowLength::in_parts;
+
+  // Puts down what sums_of says of a row; of a long one, part by part.
+  template <class Row, class SumsOf>
+  __device__ void put_parts(const Row& row, const SumsOf& sums_of) {
+    if constexpr (kInParts) {
+      before_ = {};
+      const int64_t elements = int64_t(row.team.threads) * kPartOfThread;
+#pragma unroll 1
+      for (int64_t from = 0; from < row.length; from += elements) {
+        reduction_.put(sums_of(row.part(from, elements)).sums);
+        if (from + elements < row.length) before_ = take_all();
+      }
+    } else {
+      reduction_.put(sums_of(row).sums);
+    }
+  }
+  __device__ Sums take_all() {
+    Sums all;
+    reduction_.take(all.sums);
+    if constexpr (kInParts) {
+#pragma unroll
+      for (int s = 0; s < kSums; ++s) all.sums[s] = before_.sums[s] + all.sums[s];
+    }
+    return all;
+  }
+
   __device__ NormSums take() {
-    float all[kSums];
-    reduction_.take(all);
+    const Sums all = take_all();
     NormSums found;
-    found.squares = all[0];
-    if constexpr (kGrads) found.dot = all[1];
-    if constexpr (Kind::kCentered) found.values = all[1 + kGrads];
-    if constexpr (Kind::kCentered && kGrads) found.grads = all[3];
+    found.squares = all.sums[0];
+    if constexpr (kGrads) found.dot = all.sums[1];
+    if constexpr (Kind::kCentered) found.values = all.sums[1 + kGrads];
+    if constexpr (Kind::kCentered && kGrads) found.grads = all.sums[3];
     return found;
   }
 
@@ -353,23 +416,25 @@ class Moments {
   __device__ float inverse_of_scaled(const Row& row, float inverse_n, float eps,
                                      const RowMoments<Kind>& found) {
     const float scale = scale_of_squares(found.inverse);
-    LaneSum squares;
-    row.for_each_vector([&](auto, int count, const auto& vectors) {
-      RowFloats value = found.deviation_of(floats_of(vectors[0])) * RowFloats(scale);
-      value = first_lanes<T>(value, count);
-      squares.add_products(value, value);
+    put_parts(row, [&](const auto& part) {
+      LaneSum squares;
+      part.for_each_vector([&](auto, int count, const auto& vectors) {
+        RowFloats value = found.deviation_of(floats_of(vectors[0])) * RowFloats(scale);
+        value = first_lanes<T>(value, count);
+        squares.add_products(value, value);
+      });
+      return Sums{squares.total()};
     });
-    float sums[kSums] = {squares.total()};
-    reduction_.put(sums);
-    reduction_.take(sums);
+    const float sum = take_all().sums[0];
     const float inverse =
-        inverse_rms(Floats<1>(sums[0]), inverse_n, eps * scale * scale).lanes[0] * scale;
+        inverse_rms(Floats<1>(sum), inverse_n, eps * scale * scale).lanes[0] * scale;
     const float most =
         inverse_rms(Floats<1>(0.0f), inverse_n, eps).lanes[0];  // when eps has vanished
     return inverse > most ? most : inverse;
   }
 
   TeamReduction<Team, kSums> reduction_;
+  Sums before_;  // of parts
 };
 
 // What the teams of a block need in shared memory to add up: those of half a warp need none.

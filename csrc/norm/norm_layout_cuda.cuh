@@ -11,17 +11,19 @@ struct Layout {
   bool aligned, whole;  // whole: they can be accessed as vectors of `dtype`
   int team, block;      // threads
   int64_t blocks;       // if each team takes a row
+  bool in_parts;        // teams take parts of rows
 
   Layout(int64_t count, int64_t n, std::initializer_list<Rows> all,
-         std::initializer_list<Rows> vectors)
+         std::initializer_list<Rows> vectors, bool are_in_parts = false)
       : rows(count),
         length(n),
         dtype(all.begin()->dtype),
         aligned(all_aligned(all) && all_aligned(vectors)),
         whole(aligned && n % kRowVector == 0 && n < int64_t(1) << 30 && are_of(all, dtype)),
-        team(threads_of_team(n)),
+        team(threads_of_team(are_in_parts ? part_of(n) : n)),
         block(n <= kShortRow ? 256 : team),
-        blocks(ceil_div(rows, block / team)) {}
+        blocks(ceil_div(rows, block / team)),
+        in_parts(are_in_parts) {}
 
   static bool are_of(std::initializer_list<Rows> some, Dtype type) {
     return std::all_of(some.begin(), some.end(),

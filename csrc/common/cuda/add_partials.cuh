@@ -1,7 +1,7 @@
 // The sum of what groups of rows have added up, column by column, in a fixed order.
 #pragma once
 
-#include "common/cuda/check.h"
+#include "common/cuda/chain.cuh"
 #include "common/cuda/rows.cuh"
 
 namespace dsx::cuda {
@@ -9,12 +9,27 @@ namespace dsx::cuda {
 // Columns of a block, and threads that divide the groups of a column.
 constexpr int kColumns = 32, kColumnThreads = 32;
 
+// Sums of several vectors, one after the other. What is not wanted is absent.
+struct PartialSums {
+  static constexpr int kMost = 3;
+  int count = 0;
+  const float* partials[kMost];  // [groups, length]
+  Rows targets[kMost];           // one row, written
+
+  void add(const float* partial, const Rows& target) {
+    if (!target.is_present()) return;
+    partials[count] = partial;
+    targets[count++] = target;
+  }
+};
+
 static __global__ void __launch_bounds__(kColumns* kColumnThreads)
-    add_partials_kernel(const float* partials,  // [groups, length]
-                        int64_t groups, int64_t length, Rows target) {
+    add_partials_kernel(const __grid_constant__ PartialSums sums, int64_t groups, int64_t length) {
   __shared__ float of_threads[kColumnThreads][kColumns];
   const int lane = threadIdx.x % kColumns, thread = threadIdx.x / kColumns;
   const int64_t column = int64_t(blockIdx.x) * kColumns + lane;
+  const float* partials = sums.partials[blockIdx.y];
+  wait_for_previous();
   float sum = 0;
   if (column < length) {
 #pragma unroll 16  // loads in flight
@@ -27,16 +42,19 @@ static __global__ void __launch_bounds__(kColumns* kColumnThreads)
   if (thread > 0 || column >= length) return;
   sum = 0;
   for (int i = 0; i < kColumnThreads; ++i) sum += of_threads[i][lane];
+  const Rows& target = sums.targets[blockIdx.y];
   store<Access::single>(target.row<Any>(0) + column, Floats<1>(sum), 1);
 }
 
-// Queues it. `target` is one row, and written.
-inline void add_partials(const float* partials,  // [groups, length]
-                         int64_t groups, int64_t length, const Rows& target, const char* op,
+// Queues it. Where the kernel before lets it begin early, its launch takes no time of its own.
+inline void add_partials(const PartialSums& sums, int64_t groups, int64_t length, const char* op,
                          cudaStream_t stream) {
-  add_partials_kernel<<<unsigned(ceil_div(length, kColumns)), kColumns * kColumnThreads, 0,
-                        stream>>>(partials, groups, length, target);
-  check(cudaGetLastError(), op);
+  if (sums.count == 0) return;
+  const bool chained = can_chain(add_partials_kernel, op);
+  LaunchConfig made(
+      {unsigned(ceil_div(length, kColumns)), kColumns * kColumnThreads, 0, 1, chained}, stream);
+  made.config.gridDim.y = unsigned(sums.count);
+  check(cudaLaunchKernelEx(&made.config, add_partials_kernel, sums, groups, length), op);
 }
 
 }  // namespace dsx::cuda

@@ -5,7 +5,16 @@ from typing import Any
 import pytest
 import torch
 from row_layouts import LAYOUTS
-from row_norm_cases import KINDS, LAYER, LENGTHS, LONG, RMS, Kind, results_and_gradients
+from row_norm_cases import (
+    IN_CLUSTERS,
+    KINDS,
+    LAYER,
+    LENGTHS,
+    LONG,
+    RMS,
+    Kind,
+    results_and_gradients,
+)
 from samples import BF16, DTYPES, F16, F32, make
 from tolerance import assert_within
 from torch import Tensor
@@ -99,6 +108,33 @@ def errors(
 def test_values(kind: Kind, dtype: torch.dtype, n: int, with_residual: bool, device: str) -> None:
     shape = (3 if n in LONG else ROWS, n)
     assert_right(kind, kind.arguments(shape, dtype, device, dtype if with_residual else None))
+
+
+@each_kind
+@pytest.mark.parametrize("n", IN_CLUSTERS)
+@pytest.mark.parametrize("vectors", [BF16, F32, None], ids=str)
+def test_rows_that_a_cluster_shares(
+    kind: Kind, vectors: torch.dtype | None, n: int, device: str
+) -> None:
+    """On CUDA those without vectors also have their gradients from clusters."""
+    arguments = kind.arguments((3, n), BF16, device, vectors=vectors)
+    if vectors is None:
+        arguments = {"x": arguments["x"]}
+    assert_right(kind, arguments)
+    assert_right(kind, arguments, eps=0.5)
+
+
+@each_kind
+@pytest.mark.parametrize(
+    ("rows", "n", "vectors"),
+    [(1100, 16_392, BF16), (300, 65_536, BF16), (190, 106_504, F32), (150, 131_072, BF16)],
+)
+def test_gradients_of_vectors_in_clusters(
+    kind: Kind, rows: int, n: int, vectors: torch.dtype, device: str
+) -> None:
+    """So many rows that on CUDA most multiprocessors have a part of some."""
+    rows = rows if device == "cuda" else 3
+    assert_right(kind, kind.arguments((rows, n), BF16, device, vectors=vectors))
 
 
 @each_kind

@@ -62,6 +62,47 @@ def test_a_long_row_is_the_same_in_any_batch(kind: Kind, dtype: torch.dtype, dev
 
 
 @each_kind
+@pytest.mark.parametrize("n", [32_776, 65_536, 131_072])
+def test_a_row_that_a_cluster_shares_is_the_same_everywhere(
+    kind: Kind, n: int, device: str
+) -> None:
+    """Beside rows that are not finite, alone, unaligned, with and without gradients of vectors."""
+    rows = 5 if device == "cpu" else 600 * 32_768 // n
+    arguments = kind.arguments((rows, n), BF16, device)
+    grads = [make((rows, n), BF16, 8, device)]
+    want = results_and_gradients(kind.op, arguments, grads)
+    again = results_and_gradients(kind.op, arguments, grads)
+    for name, tensor in want.items():
+        assert torch.equal(again[name], tensor), name
+
+    def check(x: Tensor, grad: Tensor, at: slice, of: slice) -> None:
+        got = results_and_gradients(kind.op, arguments | {"x": x}, [grad])
+        vectors = {name: arguments[name] for name in kind.vectors}
+        leaf = x.detach().requires_grad_()
+        (frozen,) = torch.autograd.grad(kind.op(leaf, **vectors), leaf, grad)
+        assert torch.equal(frozen[at], want["x"][of])
+        for name in ("out", "x"):
+            assert torch.equal(got[name][at], want[name][of]), name
+
+    x, grad = arguments["x"], grads[0]
+    for row in (0, rows - 1):
+        one = slice(row, row + 1)
+        check(x[one], grad[one], slice(None), one)
+    bad = x.clone()
+    bad[0, 3], bad[2, n - 1], bad[3] = float("nan"), float("inf"), -float("inf")
+    check(bad, grad, slice(1, 2), slice(1, 2))
+    check(bad, grad, slice(4, None), slice(4, None))
+    assert not kind.op(bad)[0].isfinite().any()
+
+    def moved(tensor: Tensor) -> Tensor:
+        room = torch.full((5 * n + 1,), float("nan"), dtype=BF16, device=device)
+        room[1:].view(5, n).copy_(tensor[:5])
+        return room[1:].view(5, n)
+
+    check(moved(x), moved(grad), slice(None), slice(5))
+
+
+@each_kind
 @pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
 def test_heads_of_one_projection_are_read_as_they_lie(
     kind: Kind, dtype: torch.dtype, device: str

@@ -4,7 +4,16 @@ import pytest
 import torch
 from row_layouts import LAYOUTS
 from samples import BF16, DTYPES, F16, F32, make
-from softmax_cases import LENGTHS, LONG, OPTIONS, ROWS, assert_right, chosen, of_both
+from softmax_cases import (
+    IN_CLUSTERS,
+    LENGTHS,
+    LONG,
+    OPTIONS,
+    ROWS,
+    assert_right,
+    chosen,
+    of_both,
+)
 
 from deepspeed_ext.ops import (
     scaled_masked_softmax,
@@ -22,6 +31,12 @@ INF, NAN = float("inf"), float("nan")
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_values(dtype: torch.dtype, n: int, device: str) -> None:
     assert_right(make((3 if n in LONG else ROWS, n), dtype, 0, device) * 3)
+
+
+@pytest.mark.parametrize("n", IN_CLUSTERS)
+@pytest.mark.parametrize("options", [{}, {"scale": -0.3}], ids=str)
+def test_rows_that_a_cluster_shares(options: dict[str, float], n: int, device: str) -> None:
+    assert_right(make((3, n), BF16, 0, device) * 3, **options)
 
 
 @pytest.mark.parametrize("n", [9, 40, 201])
@@ -97,6 +112,30 @@ def test_only_the_row_of_what_is_not_finite(bad: float, n: int, device: str) -> 
         assert torch.equal(value, expected)
     added = torch.zeros(4, n, device=device).masked_fill(~mask, -INF)
     assert torch.equal(softmax(x, added), want[0])
+
+
+@pytest.mark.parametrize("n", [32_776, 65_536, 131_072])
+def test_a_row_that_a_cluster_shares_is_the_same_everywhere(n: int, device: str) -> None:
+    """Beside rows that are not finite or have no part, alone, and where it is not aligned."""
+    rows = 5 if device == "cpu" else 300
+    x = make((rows, n), BF16, 0, device) * 3
+    x[1, :: n - 1] = 50.0  # the largest are the first and the last
+    x[1, 7] = -INF
+    want = softmax(x)
+    assert torch.equal(softmax(x), want)
+    assert want[1, 0] == want[1, n - 1] == 0.5 and want[1, 7] == 0
+    for row in (0, 1, rows - 1):
+        assert torch.equal(softmax(x[row : row + 1])[0], want[row])
+    bad = x.clone()
+    bad[0, 3], bad[2, n - 1], bad[3] = NAN, INF, -INF
+    bad[0, 9] = -INF
+    got = softmax(bad)
+    assert torch.equal(got[1], want[1]) and torch.equal(got[4:], want[4:])
+    assert got[0].isnan().sum() == n - 1 and got[0, 9] == 0 and got[2].isnan().all()
+    assert (got[3] == 0).all()
+    room = torch.full((5 * n + 1,), NAN, dtype=BF16, device=device)
+    room[1:].view(5, n).copy_(x[:5])
+    assert torch.equal(softmax(room[1:].view(5, n)), want[:5])
 
 
 def test_minus_infinity_is_no_part(device: str) -> None:
