@@ -73,8 +73,8 @@ def test_each_code_is_in_its_place(dtype: torch.dtype, width: int, device: str) 
         places = kv.table[0].long()[torch.arange(tokens, device=device) // PAGE]
         rows = torch.arange(tokens, device=device) % PAGE
         assert kv.key_scales is not None and kv.value_scales is not None
-        keys = kv.keys[places, :, rows].double() * kv.key_scales[places, :, rows, None]
-        values = kv.values[places, :, rows].double() * kv.value_scales[places, :, rows, None]
+        keys = kv.keys.double()[places, :, rows] * kv.key_scales[places, :, rows, None]
+        values = kv.values.double()[places, :, rows] * kv.value_scales[places, :, rows, None]
         assert torch.equal(out[0].double(), values.to(of_q).double())
         want = keys[torch.arange(tokens, device=device), :, columns]
         assert torch.allclose(lse[0].double(), want, rtol=1e-6, atol=1e-6)
