@@ -106,13 +106,15 @@ __device__ inline uint32_t scaled_pair(uint32_t pair, float scale, float offset)
   return result;
 }
 
-// Arrives at where block number `rank` of the cluster has what this one has there.
+// Arrives at where block number `rank` of the cluster has what this one has there. What was read
+// before has been, as its products have ended; nothing was written that the other block is to see.
+// So the scope is that of this block: a release to the cluster is compiled to a fence of the whole
+// device, for which a warp would wait at each stage.
 __device__ inline void arrive_in_cluster(Barrier* barrier, int rank) {
 #if __CUDA_ARCH__ >= 900
   asm volatile(
       "{ .reg .b32 there; mapa.shared::cluster.u32 there, %0, %1;"
-      " mbarrier.arrive.release.cluster.shared::cluster.b64 _, [there]; }" ::"r"(
-          shared_address(barrier)),
+      " mbarrier.arrive.shared::cluster.b64 _, [there]; }" ::"r"(shared_address(barrier)),
       "r"(rank)
       : "memory");
 #endif
