@@ -2,10 +2,9 @@
 // registers from which warpgroups multiply them, while those before are multiplied.
 //
 // A block has kBlockRows rows of the weight and kColumns rows of x. Two blocks of a cluster have
-// the same rows of x: each brings half of them near, for both. Or, where there would be few blocks,
-// the blocks of a cluster have a part of the length each, and add up what they find. One warp
-// brings lines of codes, beside their scales, and lines of x near, each in stages of their own;
-// each of two warpgroups has half of the rows of the weight.
+// the same rows of x: each brings half of them near, for both. One warp brings lines of codes,
+// beside their scales, and lines of x near, each in stages of their own; each of two warpgroups has
+// half of the rows of the weight.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -40,15 +39,12 @@ struct Maps {
 
 // Which block does what, and where things are in shared memory.
 struct Places {
-  int splits;        // of the length: as many blocks of a cluster
-  int sharing;       // or so many share rows of x; one of both is 1
+  int sharing;       // so many blocks, a cluster, share rows of x
   int lines;         // of codes, of all of them
   int column_tiles;  // of x
   int x_stages;
   int scale_bytes, weight_stage_bytes;
   int part_shift;  // from the number of a unit of a line to that of its scales
-
-  DSX_HOST_DEVICE int cluster() const { return splits * sharing; }
 };
 
 template <int kColumns>
@@ -73,21 +69,16 @@ struct Barriers {
   }
 };
 
-// What a block has: rows from these on, of the weight and of x, and lines of the length.
+// What a block has: rows from these on, of the weight and of x.
 struct Share {
-  int rank, split, member;  // in its cluster; of the length; of those that share rows of x
-  int row, column, first, count;
+  int member;  // of those that share rows of x
+  int row, column;
 
   __device__ Share(const Places& places, int columns) {
-    rank = places.cluster() > 1 ? int(rank_in_cluster()) : 0;
-    split = places.splits > 1 ? rank : 0;
-    member = rank - split;
-    const int tile = int(blockIdx.x) / places.cluster();
+    member = places.sharing > 1 ? int(rank_in_cluster()) : 0;
+    const int tile = int(blockIdx.x) / places.sharing;
     row = (tile / places.column_tiles * places.sharing + member) * kBlockRows;
     column = tile % places.column_tiles * columns;
-    const int each = int(ceil_div(places.lines, places.splits));
-    first = split * each;
-    count = ::max(0, ::min(each, places.lines - first));
   }
 };
 
@@ -115,13 +106,15 @@ __device__ inline uint32_t scaled_pair(uint32_t pair, float scale, float offset)
   return result;
 }
 
-// Arrives at where block number `rank` of the cluster has what this one has there.
+// Arrives at where block number `rank` of the cluster has what this one has there. What was read
+// before has been, as its products have ended; nothing was written that the other block is to see.
+// So the scope is that of this block: a release to the cluster is compiled to a fence of the whole
+// device, for which a warp would wait at each stage.
 __device__ inline void arrive_in_cluster(Barrier* barrier, int rank) {
 #if __CUDA_ARCH__ >= 900
   asm volatile(
       "{ .reg .b32 there; mapa.shared::cluster.u32 there, %0, %1;"
-      " mbarrier.arrive.release.cluster.shared::cluster.b64 _, [there]; }" ::"r"(
-          shared_address(barrier)),
+      " mbarrier.arrive.shared::cluster.b64 _, [there]; }" ::"r"(shared_address(barrier)),
       "r"(rank)
       : "memory");
 #endif
@@ -149,7 +142,7 @@ __device__ inline void copy_many_rows(const many_rows::Maps& maps, const many_ro
   const uint64_t policy = read_once();
   int weight_stage = 0, weight_phase = 1, x_stage = 0, x_phase = 1;
   const int tiles = scales.offsets == nullptr ? 1 : 2;
-  for (int line = share.first; line < share.first + share.count; ++line) {
+  for (int line = 0; line < places.lines; ++line) {
     wait_for(barriers.weight_read + weight_stage, weight_phase);
     Barrier* const here = barriers.weight_here + weight_stage;
     char* const near = weights + weight_stage * places.weight_stage_bytes;
@@ -238,11 +231,10 @@ class ManyFactors {
   unsigned codes_, scales_;
 };
 
-// Makes results of the sums of a block, or of those of its cluster one after the other: a warp has
-// a row of x, of which a lane has four neighbours.
+// Makes results of the sums of a block: a warp has a row of x, of which a lane has four neighbours.
 template <class T, int kColumns>
-__device__ inline void finish_many_rows(const ManyRows& call, const many_rows::Places& places,
-                                        const many_rows::Share& share, const float* sums) {
+__device__ inline void finish_many_rows(const ManyRows& call, const many_rows::Share& share,
+                                        const float* sums) {
   using namespace many_rows;
   constexpr int kWarps = kGroups * kGroupWarps;
   const int warp = int(threadIdx.x) / kWarp, lane = int(threadIdx.x) % kWarp;
@@ -254,23 +246,10 @@ __device__ inline void finish_many_rows(const ManyRows& call, const many_rows::P
   }
   const bool even =
       call.weight.rows % 4 == 0 && reinterpret_cast<uintptr_t>(call.out.data) % 8 == 0;
-  for (int m = share.split * kWarps + warp; m < kColumns; m += kWarps * places.splits) {
+  for (int m = warp; m < kColumns; m += kWarps) {
     if (share.column + m >= call.rows) break;
-    float total[4];
-    for (int other = 0; other < places.splits; ++other) {
-      float4 four;
-      unsigned at = shared_address(sums + m * kPitch + lane * 4);
-      if (places.splits > 1) {
-        asm volatile("mapa.shared::cluster.u32 %0, %0, %1;" : "+r"(at) : "r"(other));
-      }
-      asm volatile("ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [%4];"
-                   : "=f"(four.x), "=f"(four.y), "=f"(four.z), "=f"(four.w)
-                   : "r"(at)
-                   : "memory");
-      const float values[4] = {four.x, four.y, four.z, four.w};
-#pragma unroll
-      for (int i = 0; i < 4; ++i) total[i] = other == 0 ? values[i] : total[i] + values[i];
-    }
+    const float4 four = *reinterpret_cast<const float4*>(sums + m * kPitch + lane * 4);
+    const float total[4] = {four.x, four.y, four.z, four.w};
     T* const out = call.out.even_row<T>(share.column + m).address + n;
     if (even && there == 4) {
       uint2 words;
@@ -288,7 +267,6 @@ template <class T, int kBits, int kColumns, bool kAsymmetric>
 __device__ __forceinline__ void multiply_many_rows(float (&sums)[kColumns / 2],
                                                    const ManyFactors<T, kBits, kAsymmetric>& made,
                                                    const many_rows::Places& places,
-                                                   const many_rows::Share& share,
                                                    const char* weights, const char* xs,
                                                    many_rows::Barriers& barriers) {
   using namespace many_rows;
@@ -299,7 +277,7 @@ __device__ __forceinline__ void multiply_many_rows(float (&sums)[kColumns / 2],
   uint32_t factors[2][kBlocks][4];
   int weight_stage = 0, weight_phase = 0, x_stage = 0, x_phase = 0, x_before = 0;
 #pragma unroll 1
-  for (int line = 0; line < share.count; ++line) {
+  for (int line = 0; line < places.lines; ++line) {
     const unsigned near = weights_at + unsigned(weight_stage * places.weight_stage_bytes);
     wait_for(barriers.weight_here + weight_stage, weight_phase);
 #pragma unroll
@@ -321,9 +299,8 @@ __device__ __forceinline__ void multiply_many_rows(float (&sums)[kColumns / 2],
         wait_for_batches<0>();
       }
       if (lane < places.sharing) {
-        const int rank = share.split + lane;
-        if (i > 0) arrive_in_cluster(barriers.x_read + x_before, rank);
-        if (i + 1 == kXLines) arrive_in_cluster(barriers.x_read + x_stage, rank);
+        if (i > 0) arrive_in_cluster(barriers.x_read + x_before, lane);
+        if (i + 1 == kXLines) arrive_in_cluster(barriers.x_read + x_stage, lane);
       }
       x_before = x_stage;
       if (++x_stage == places.x_stages) x_stage = 0, x_phase ^= 1;
@@ -357,9 +334,8 @@ __global__ void __launch_bounds__(many_rows::kThreads, 1)
       copy_many_rows<kBits, kColumns>(maps, places, call.scales, share, weights, xs, barriers);
     }
     __syncwarp();
-    cluster_barrier_after_reading(places.cluster());
-    cluster_barrier(places.cluster());
-    cluster_barrier_after_reading(places.cluster());
+    cluster_barrier_after_reading(places.sharing);
+    __syncthreads();
     return;
   }
   take_registers<kMultiplyingRegisters>();
@@ -371,8 +347,8 @@ __global__ void __launch_bounds__(many_rows::kThreads, 1)
 #pragma unroll
     for (int i = 0; i < 4; ++i) sums[4 * j + i] = 0;
   }
-  multiply_many_rows<T, kBits, kColumns>(sums, made, places, share, weights, xs, barriers);
-  cluster_barrier_after_reading(places.cluster());
+  multiply_many_rows<T, kBits, kColumns>(sums, made, places, weights, xs, barriers);
+  cluster_barrier_after_reading(places.sharing);     // nobody arrives at others' barriers after it
   float* const near = reinterpret_cast<float*>(xs);  // [kColumns][kPitch]
 #pragma unroll
   for (int j = 0; j < kColumns / kColumnTile; ++j) {
@@ -382,30 +358,21 @@ __global__ void __launch_bounds__(many_rows::kThreads, 1)
       near[m * kPitch + n] = sums[4 * j + i];
     }
   }
-  cluster_barrier(places.cluster());
-  finish_many_rows<T, kColumns>(call, places, share, near);
-  cluster_barrier_after_reading(places.cluster());  // whose shared memory is read from here
+  __syncthreads();
+  finish_many_rows<T, kColumns>(call, share, near);
 #endif
 }
 
-// How blocks are cut, and what they have near. So many share the length that most processors have
-// one, as long as each has some lines.
+// How blocks are cut, and what they have near.
 template <int kColumns>
 many_rows::Places places_of(const ManyRows& call, const Device& device) {
   using namespace many_rows;
   const PackedWeight& weight = call.weight;
-  constexpr int kLeastLines = 4, kMostSplits = 4;
   Places places = {};
   places.lines = int(weight.row_bytes / kLineBytes);
   places.column_tiles = int(ceil_div(call.rows, int64_t(kColumns)));
   const int64_t row_tiles = ceil_div(weight.rows, int64_t(kBlockRows));
-  const int64_t tiles = row_tiles * places.column_tiles;
-  places.splits = places.sharing = 1;
-  while (places.splits < kMostSplits && 2 * places.splits * tiles <= device.processors &&
-         2 * places.splits * kLeastLines <= places.lines) {
-    places.splits *= 2;
-  }
-  if (places.splits == 1 && row_tiles > 1) places.sharing = 2;
+  places.sharing = row_tiles > 1 ? 2 : 1;
   places.scale_bytes = std::max(call.scales.line_parts, 1) * kBlockRows * int(sizeof(float));
   while (2 << places.part_shift <= call.scales.part_units) ++places.part_shift;
   const int kinds = weight.offsets == nullptr ? 1 : 2;
@@ -450,8 +417,8 @@ bool launch_many_rows(const ManyRows& call, const Device& device, cudaStream_t s
   const int64_t sums = int64_t(kColumns) * kPitch * int64_t(sizeof(float));
   const int64_t clusters =
       ceil_div(call.weight.rows, int64_t(kBlockRows * places.sharing)) * places.column_tiles;
-  const Launch how{unsigned(clusters * places.cluster()), kThreads,
-                   std::max(pipeline, sums) + kTmaTileAlignment, places.cluster(), false};
+  const Launch how{unsigned(clusters * places.sharing), kThreads,
+                   std::max(pipeline, sums) + kTmaTileAlignment, places.sharing, false};
   launch_kernel(kernel, how, stream, op, call, places, maps);
   return true;
 }

@@ -180,6 +180,7 @@ class GroupRows {
     const bool grows = weigh(number, is_edge);
     if constexpr (Shape::kCodes) {
       scale_scores(pipeline_.value_scales[value_scales_]);
+      release(&pipeline_.value_scales_read[value_scales_]);
       value_scales_ = value_scales_ + 1 == Pipeline::kValueStages ? 0 : value_scales_ + 1;
       if (is_edge) leave_seen(number * Shape::kKeys + lane() % 4 * 2, 0);  // a scale may be NaN
     }

@@ -77,10 +77,13 @@ struct WarpgroupPipeline {
   // Of the group that fetches, the first warp has tiles, these have queries.
   static constexpr int kQueryWarps = kGroupWarps - 1;
 
-  // Scales of keys are there with their tile. Those of values come as early: the weights are made
-  // before the values are there, and before the keys are that take the place of the next ones.
+  // Scales of keys are there with their tile, and are released with it. Those of values come as
+  // early, as the weights are made before the values are there; but are read after the keys are
+  // released, which is when the next keys may take their place. So they have one stage more, and
+  // barriers of their own.
   float key_scales[kStages][Shape::kScales], value_scales[kValueStages][Shape::kScales];
   TileBarriers<kStages> tiles, codes;
+  Barrier value_scales_read[Shape::kCodes ? kValueStages : 0];
   Barrier queries_full, queries_empty;
   int lacks_pages[kQueryWarps];  // of the slot whose queries are there, one of them: it does
 
@@ -101,8 +104,11 @@ struct WarpgroupPipeline {
   // One thread calls it, before any other goes on.
   __device__ void begin() {
     constexpr int kReaders = Shape::kGroups * kGroupWarps;
-    tiles.begin(Shape::kCodes ? Shape::kGroupThreads : 1, kReaders);
-    if (Shape::kCodes) codes.begin(1, kGroupWarps);
+    tiles.begin(Shape::kCodes ? kGroupWarps : 1, kReaders);
+    if constexpr (Shape::kCodes) {
+      codes.begin(1, kGroupWarps);
+      for (Barrier& each : value_scales_read) begin_barrier(&each, kReaders);
+    }
     begin_barrier(&queries_full, kQueryWarps * 32);
     begin_barrier(&queries_empty, kReaders);
     show_barriers();

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from kv_cases import assert_attends, make_kv, queries
+from kv_cases import PAGE, assert_attends, make_kv, queries
 from samples import BF16, F16, F32
 from torch import Tensor
 
@@ -48,6 +48,47 @@ def test_lengths(dtype: torch.dtype, device: str) -> None:
 def test_long(dtype: torch.dtype, device: str) -> None:
     kv = make_kv([2000], 1, 128, dtype, device)
     assert_right(queries(1, 70, 4, 128, F32 if dtype == F32 else BF16, device), kv)
+
+
+@pytest.mark.parametrize("width", [64, 128])
+@pytest.mark.parametrize("dtype", [INT8, FP8], ids=str)
+def test_each_code_is_in_its_place(dtype: torch.dtype, width: int, device: str) -> None:
+    """Of tokens that see themselves alone values are exact, and scores are elements of keys."""
+    tokens, heads = 300, 2
+    kv = make_kv([tokens], heads, width, dtype, device)
+    random = torch.Generator().manual_seed(2)
+    for stored in (kv.keys, kv.values):
+        codes = torch.randint(0, 256, stored.shape, generator=random, dtype=torch.uint8)
+        if dtype == FP8:
+            codes[codes & 0x7F == 0x7F] = 0  # NaN
+        stored.view(torch.uint8).copy_(codes)
+    for scales in (kv.key_scales, kv.value_scales):
+        assert scales is not None
+        scales.copy_(2.0 ** torch.randint(-5, -2, scales.shape, generator=random))
+    for of_q in (BF16, F16):
+        q = torch.zeros((1, tokens, heads, width), dtype=of_q, device=device)
+        columns = torch.arange(tokens, device=device) % width
+        q[0, torch.arange(tokens, device=device), :, columns] = 1
+        out, lse = prefill_attention(q, kv, window=1, scale=1.0, return_lse=True)
+        places = kv.table[0].long()[torch.arange(tokens, device=device) // PAGE]
+        rows = torch.arange(tokens, device=device) % PAGE
+        assert kv.key_scales is not None and kv.value_scales is not None
+        keys = kv.keys.double()[places, :, rows] * kv.key_scales[places, :, rows, None]
+        values = kv.values.double()[places, :, rows] * kv.value_scales[places, :, rows, None]
+        assert torch.equal(out[0].double(), values.to(of_q).double())
+        want = keys[torch.arange(tokens, device=device), :, columns]
+        assert torch.allclose(lse[0].double(), want, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [INT8, FP8], ids=str)
+def test_more_strips_than_processors(dtype: torch.dtype, cuda: str) -> None:
+    """Scales of every tile are its own, from one strip of a block to the next."""
+    lengths = [45 + 29 * i % 700 for i in range(40)]
+    kv = make_kv(lengths, 2, 64, dtype, cuda)
+    for scales in (kv.key_scales, kv.value_scales):
+        assert scales is not None
+        scales.mul_(2.0 ** (torch.arange(len(scales), device=cuda) % 5)[:, None, None])
+    assert_right(queries(40, 45, 6, 64, BF16, cuda), kv)
 
 
 @pytest.mark.parametrize("heads", [1, 3, 8, 32])
