@@ -306,7 +306,9 @@ class OffloadedBucket(HostBucket):
             self._ask(taken)
         arrival.release()
         room = self.streams.has_room
-        self._ask(Task(run, Urgency.RETURN, self.place, [after], [taken], room))
+        # To return what rests is to read it, and that of others' weights would come first.
+        urgency = Urgency.STEP if self.is_at_rest() else Urgency.RETURN
+        self._ask(Task(run, urgency, self.place, [after], [taken], room))
         return waits
 
     def of_weights(self) -> Question | None:

@@ -25,7 +25,7 @@ class Urgency(IntEnum):
     """What goes first; tasks of one urgency go by their place, then in the order they came in."""
 
     ADD = 0  # gradients, of which the others are
-    RETURN = 1  # weights that are known
+    RETURN = 1  # weights that are known, to the device
     STEP = 2  # what step() has asked for
     SPECULATIVE = 3  # what step() may ask for
 

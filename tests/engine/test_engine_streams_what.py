@@ -159,8 +159,9 @@ def test_other_optimizers_step_what_rests(row, rest):
             streamed = "offload_param" in block and not is_refused
             with made(given, model, streamed, optimizer=optimizer) as engine:
                 found.append(trained(engine, range(4)))
-        if len(found) == 2:
-            assert_same(found[1], found[0], is_exact=not torch.cuda.is_available())
+        if len(found) == 2:  # steps on the CPU and on a GPU round apart, here to 16 bits
+            near = None if precision == "float32" else {"rtol": 2e-2, "atol": 2e-2}
+            assert_same(found[1], found[0], not torch.cuda.is_available(), near)
 
 
 def test_a_client_that_offload_optimizer_stands_in_for(rest):

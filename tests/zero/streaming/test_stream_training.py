@@ -2,11 +2,12 @@
 
 import copy
 import pickle
+import threading
 
 import pytest
 import torch
 import torch.distributed as dist
-from offload_cases import await_speculation
+from offload_cases import await_speculation, small_parts
 from stream_cases import (
     Model,
     assert_equal_models,
@@ -18,7 +19,9 @@ from stream_cases import (
 from torch import nn
 
 from deepspeed_ext import offload, zero
+from deepspeed_ext.offload import bucket
 from deepspeed_ext.offload.streamed import is_beside
+from deepspeed_ext.offload.worker import Task, Urgency
 from deepspeed_ext.optim import DeepSpeedCPUAdam
 
 STEPS = 20
@@ -97,6 +100,40 @@ def test_it_is_stepped_where_it_rests_and_ahead(device, rest):
     assert ours["committed"] > 0 and theirs["committed"] > 0
     assert ours["bytes_back"] < theirs["bytes_back"]
     check_disk(handle, rest)
+
+
+def test_what_is_wanted_first_is_stepped_first(device, monkeypatch):
+    """Of what rests, a step that was not taken ahead does not wait for all that were."""
+    small_parts(monkeypatch)
+    model, order, gate = Model(), [], threading.Event()
+    zero.stream(model, to=device)
+    with offload.OffloadOptimizer(
+        model.layers.parameters(), model=model, lr=1e-2, free_grads=True
+    ) as optimizer:
+        for step in range(3):
+            loss_of(model, some_ids(device, step)).backward()
+            await_speculation(optimizer)
+            if step == 2:
+                resting = [b for b in optimizer._pipeline._buckets if b.is_at_rest()]
+                resting[0].discard()
+                for name in ("step", "adopt"):
+                    way = getattr(bucket.HostBucket, name)
+                    monkeypatch.setattr(
+                        bucket.HostBucket,
+                        name,
+                        lambda b, *more, way=way, name=name: (
+                            order.append((b.place, name)),
+                            way(b, *more),
+                        ),
+                    )
+                optimizer._pipeline.worker.submit(Task(gate.wait, Urgency.ADD))
+            optimizer.step()
+            gate.set() if step == 2 else None
+            optimizer.zero_grad()
+        optimizer.synchronize()
+    assert len(resting) > 2 and order[0] == (resting[0].place, "step")
+    places = [place for place, _ in order if place in {b.place for b in resting}]
+    assert places == sorted(places) and ("adopt" in {name for _, name in order})
 
 
 def test_it_is_stepped_ahead_beside_a_process_group_of_one(device):
