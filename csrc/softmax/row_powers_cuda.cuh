@@ -2,7 +2,6 @@
 // one barrier of the threads: what softmax and cross entropy divide by.
 #pragma once
 
-#include "common/cuda/chain.cuh"
 #include "common/cuda/rows.cuh"
 
 namespace dsx::cuda {
@@ -58,29 +57,10 @@ struct RowPowers {
       const int warp = int(threadIdx.x) / kWarp, lane = int(threadIdx.x) % kWarp;
       if (lane == 0) of_warps[warp] = {largest, sum};
       __syncthreads();
-      add_warps(of_warps, warps);
+      largest = lane < warps ? of_warps[lane].x : -INFINITY;
+      sum = lane < warps ? of_warps[lane].y : 0.0f;
+      add_over_lanes(kWarp / 2);
     }
-  }
-
-  // The same of a team that is spread over the blocks of a cluster, which are all there.
-  __device__ void add_over_cluster(int blocks, float2 (&of_warps)[kWarp]) {  // shared
-    add_over_lanes(kWarp / 2);
-    const int warps = int(blockDim.x) / kWarp, lane = int(threadIdx.x) % kWarp;
-    if (lane < blocks) {
-      float2& mine = of_warps[int(rank_in_cluster()) * warps + int(threadIdx.x) / kWarp];
-      write_in_cluster(&mine.x, blocks, unsigned(lane), largest);
-      write_in_cluster(&mine.y, blocks, unsigned(lane), sum);
-    }
-    cluster_barrier(blocks);
-    add_warps(of_warps, warps * blocks);
-  }
-
- private:
-  __device__ void add_warps(const float2 (&of_warps)[kWarp], int warps) {
-    const int lane = int(threadIdx.x) % kWarp;
-    largest = lane < warps ? of_warps[lane].x : -INFINITY;
-    sum = lane < warps ? of_warps[lane].y : 0.0f;
-    add_over_lanes(kWarp / 2);
   }
 };
 

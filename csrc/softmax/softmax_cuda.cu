@@ -1,5 +1,5 @@
 // softmax on CUDA of scores that are only scaled, and the choice.
-#include "softmax/softmax_spread_cuda.cuh"
+#include "softmax/softmax_cuda.cuh"
 
 namespace dsx {
 namespace {
@@ -16,8 +16,6 @@ void softmax_cuda(const Softmax& softmax, void* stream) {
   cuda::check(cudaPeekAtLastError(), "softmax");  // of somebody before
   const bool whole = cuda::are_whole({softmax.x, softmax.out}, softmax.length, softmax.x.dtype);
   if (!whole || !is_plain(softmax.scores)) return masked_softmax_cuda(softmax, whole, stream);
-  const bool sees_all = softmax.scores.before < 0 && softmax.scores.after < 0;
-  if (sees_all && run_spread(softmax, cudaStream_t(stream))) return;
   launch_softmax<true>(softmax, whole, stream);
 }
 
