@@ -2,7 +2,6 @@
 #include "common/cuda/chain.cuh"
 #include "norm/norm_layout_cuda.cuh"
 #include "norm/norm_long_cuda.cuh"
-#include "norm/norm_parts_cuda.cuh"
 
 namespace dsx {
 namespace {
@@ -209,41 +208,6 @@ __global__ void __launch_bounds__(cuda::kLongTeam, 1)
   }
 }
 
-// Long rows in the registers of a cluster of blocks. The caches of multiprocessors are for the
-// vectors, of which a few are asked for at once, as no load overtakes a store.
-template <class Kind, class Team, class W>
-__global__ void __launch_bounds__(Team::kThreads, Team::kResident)
-    spread_kernel(const __grid_constant__ Norm norm, float inverse_n) {
-  using T = BFloat16;
-  constexpr int kBatch = 8 / int(sizeof(W));
-  __shared__ float reduction_memory[cuda::kReductionFloats<Kind, Team, false>];
-  const Team team;
-  const Pointer<T> x = norm.x.row<T>(team.row()), out = norm.out.even_row<T>(team.row());
-  cuda::HeldRow<Team, T, 1> row{team, int(norm.length), {}};
-  row.for_each([&](int v, int i, int) { row.vectors[v][0] = cuda::fetch_uncached(x, i); });
-  const float near = Kind::kCentered ? cuda::mean_of_first(x, norm.length, true) : 0.0f;
-  team.begin();
-  cuda::Moments<Kind, Team, T, false> moments(team, reduction_memory);
-  moments.put(row, near, NoGrads{});
-  const RowMoments<Kind> found = moments.find(row, near, inverse_n, norm.eps, NoGrads{});
-#pragma unroll
-  for (int first = 0; first < Team::kVectors; first += kBatch) {
-    WeightAndBias<W> vectors[kBatch];
-#pragma unroll
-    for (int k = 0; k < kBatch; ++k) {
-      const int i = row.column(first + k);
-      if (i < row.length) vectors[k].fetch(norm, i, cuda::kRowVector, true);
-    }
-#pragma unroll
-    for (int k = 0; k < kBatch; ++k) {
-      const int i = row.column(first + k);
-      if (i >= row.length) continue;
-      put_result<Kind>(norm, found, out, i, cuda::kRowVector, true, row.vectors[first + k][0],
-                       vectors[k]);
-    }
-  }
-}
-
 // Calls body(storage of rows, storage of vectors), of which the latter are floats or the same.
 template <class Body>
 void with_storage_types(Dtype rows, bool same, const Body& body) {
@@ -262,23 +226,6 @@ void launch_long(const Norm& norm, const cuda::Device& device, cudaStream_t queu
   kernel<<<unsigned(blocks), cuda::kLongTeam, bytes, queue>>>(norm, 1.0f / float(norm.length));
 }
 
-// Whether there was a kernel for it. Of rows that are shorter a block has enough on the way; rows
-// of float32 do not fit, and those of float16 are rare.
-template <class Kind, class W>
-bool run_spread(const Norm& norm, cudaStream_t queue) {
-  if (norm.length <= cuda::kLeastToSpread) return false;
-  const auto run = [&]<class Team>(std::type_identity<Team>) {
-    const auto kernel = spread_kernel<Kind, Team, W>;
-    if (norm.length > Team::kMostElements || !cuda::can_chain(kernel, Kind::kOp)) return false;
-    cuda::launch_kernel(
-        kernel, {unsigned(norm.rows * Team::kBlocks), Team::kThreads, 0, Team::kBlocks, false},
-        queue, Kind::kOp, norm, 1.0f / float(norm.length));
-    return true;
-  };
-  return run(std::type_identity<cuda::SpreadTeam<8>>{}) ||
-         run(std::type_identity<cuda::SpreadTeam<16>>{});
-}
-
 // Whether there was a kernel for it.
 template <class Kind>
 bool run_long(const Norm& norm, Dtype dtype, bool same, cudaStream_t queue) {
@@ -288,12 +235,6 @@ bool run_long(const Norm& norm, Dtype dtype, bool same, cudaStream_t queue) {
   with_storage_types(dtype, same, [&](auto storage, auto of_vectors) {
     using T = decltype(storage);
     using W = decltype(of_vectors);
-    if constexpr (std::is_same_v<T, BFloat16>) {
-      if (!norm.residual.is_present() && run_spread<Kind, W>(norm, queue)) {
-        done = true;
-        return;
-      }
-    }
     if constexpr (!std::is_same_v<T, Half>) {
       using Row = cuda::LongRow<T>;
       if (norm.length > Row::kMostVectors * Row::kStride) return;

@@ -45,8 +45,7 @@ template <RowLength kLength_, bool kAlone = true>
 struct RowTeam {
   static constexpr RowLength kLength = kLength_;
   static constexpr bool kShort = kLength == RowLength::is_short;
-  static constexpr bool kParts = false;  // whether others have parts of the same row
-  static constexpr int kBlocks = 1;      // that the team is spread over
+  static constexpr bool kParts = false;                       // others have parts of the row
   static constexpr int kVectors = kShort ? 1 : kHeldVectors;  // of a thread, but of long rows
   static constexpr int kMostThreads = kLength == RowLength::is_long ? kLongTeam : kMostOfTeam;
 
@@ -111,13 +110,10 @@ struct HeldRow {
   __device__ void for_each(const Body& body) const {
 #pragma unroll
     for (int v = 0; v < Team::kVectors; ++v) {
-      const int i = column(v);
+      const int i = (v * team.threads + team.thread) * kRowVector;
       if (i < length) body(v, i, kRowVector);
     }
   }
-
-  // The element where vector number v begins; perhaps beyond the row.
-  __device__ int column(int v) const { return (v * team.threads + team.thread) * kRowVector; }
 
   // Calls body(i, count, vectors), with one vector of each tensor.
   template <class Body>
@@ -242,10 +238,7 @@ class TeamReduction {
     mine_ = over_lanes(sums);
     if (Team::kShort || team_.threads == kWarp) return;
     const int lane = int(threadIdx.x) % kWarp;
-    if (lane < kSums * Team::kBlocks) {
-      float* near = &memory_[(buffer_ * kWarp + team_.thread / kWarp) * kSums + lane % kSums];
-      write_in_cluster(near, Team::kBlocks, unsigned(lane / kSums), mine_);
-    }
+    if (lane < kSums) memory_[(buffer_ * kWarp + team_.thread / kWarp) * kSums + lane] = mine_;
   }
 
   // Two buffers, one after the other: nobody writes to one before all have read it and come to the

@@ -1,4 +1,4 @@
-// Teams of which each has a part of a row, and teams that are spread over the blocks of a cluster.
+// Teams of which each has a part of a row.
 #pragma once
 
 #include "common/cuda/row_parts.cuh"
@@ -28,49 +28,6 @@ struct PartTeam : RowTeam<RowLength::is_usual> {
       }
     }
   }
-};
-
-// Elements from number i on, which nobody needs again: the cache of the multiprocessor keeps what
-// it has.
-template <class T>
-__device__ inline RowVector<T> fetch_uncached(Pointer<T> row, int64_t i) {
-  RowVector<T> vector;
-  const uint4* source = reinterpret_cast<const uint4*>(row.address + i);
-#pragma unroll
-  for (int k = 0; k < vector.kAccesses; ++k) {
-    uint4& w = vector.words[k];
-    asm volatile("ld.global.L1::no_allocate.v4.b32 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(w.x), "=r"(w.y), "=r"(w.z), "=r"(w.w)
-                 : "l"(source + k)
-                 : "memory");
-  }
-  return vector;
-}
-
-// A row of no more elements is not spread.
-constexpr int64_t kLeastToSpread = 32768;
-
-// The threads that take a long row, some of their warps in each block of a cluster: so a
-// multiprocessor has several rows on the way, and the bits are those of one block of them all.
-template <int kVectors_>
-struct SpreadTeam {
-  static constexpr RowLength kLength = RowLength::is_long;
-  static constexpr bool kShort = false, kParts = false;
-  static constexpr int kBlocks = 8, kVectors = kVectors_;  // 4 blocks: larger ones, fewer of them
-  static constexpr int kThreads = kLongTeam / kBlocks;     // of a block
-  // As many as have registers for the vectors and 60 more.
-  static constexpr int kResident = (1 << 16) / (4 * kVectors + 60) / kThreads;
-  static constexpr int64_t kMostElements = int64_t(kLongTeam) * kVectors * kRowVector;
-  static constexpr int threads = kLongTeam, number = 0;
-
-  int thread = int(rank_in_cluster()) * kThreads + int(threadIdx.x);
-
-  __device__ int64_t row() const { return blockIdx.x / unsigned(kBlocks); }
-  // Until all blocks are there, before the first sums.
-  __device__ void begin() const { cluster_barrier_after_reading(kBlocks); }
-  __device__ void barrier() const { cluster_barrier(kBlocks); }
-  template <int kSums>
-  __device__ void add_over_parts(float (&)[kSums]) const {}
 };
 
 }  // namespace dsx::cuda
