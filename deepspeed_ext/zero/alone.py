@@ -51,6 +51,11 @@ class Alone(Sharding):
         self._begins = partial(_in_backward, weakref.ref(self))
         object.__setattr__(self.model, NAME, self)
 
+    def detach(self) -> None:
+        """Go from the model's side."""
+        if vars(self.model).get(NAME) is self:
+            object.__delattr__(self.model, NAME)
+
     def watch(self, output: object) -> None:
         """Hear of a backward by what a forward has returned."""
         if not is_in_backward():
