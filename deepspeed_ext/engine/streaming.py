@@ -169,9 +169,10 @@ class Streaming:
         stand_in = Alone(model, 3, mesh, ())
         self._ends.append(stand_in.detach)
         stand_in.attach()
-        for module in (model, *found.values()) if used is not None else ():
-            hook = module.register_forward_pre_hook(_Cast(used), with_kwargs=True)
-            self._ends.append(hook.remove)
+        if used is not None:
+            for module in (model, *found.values()):
+                hook = module.register_forward_pre_hook(_Cast(used), with_kwargs=True)
+                self._ends.append(hook.remove)
 
     def end(self) -> None:
         """Let the model be an ordinary one, whose parameters stay where they are."""
