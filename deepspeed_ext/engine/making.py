@@ -87,7 +87,7 @@ def initialize(
             room: a model that was to stream may be in 16 bits then, and nothing else is changed.
     """
     is_in_group, reports = join_group(), None
-    streaming, made = None, None
+    streaming: Streaming | None = None
     try:
         is_default = mesh is None
         mesh = mesh_of_all() if mesh is None else mesh
@@ -120,8 +120,11 @@ def initialize(
         else:
             _shard(model, read, mesh)
         made = plan.optimizer()
+        if streaming is not None and isinstance(made, OffloadOptimizer):
+            streaming.stepped_by(made)
         scheduler = plan.scheduler(made)
         engine = Engine(model, made, scheduler, read, plan.sizes, mesh, is_in_group, reports)
+        engine.end_streaming = None if streaming is None else streaming.end
         engine.random_ltd_scheduler = plan.dropping.scheduler
         plan.dropping.begin()
         if read.dump_state and dist.get_rank() == 0:
@@ -130,8 +133,6 @@ def initialize(
             engine.compile(read.compile.backend, plan.compile_kwargs)
     except BaseException:
         if streaming is not None:
-            if isinstance(made, OffloadOptimizer):
-                made.close()
             streaming.end()
         if reports is not None:
             reports.close()

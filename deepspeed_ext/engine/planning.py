@@ -21,6 +21,7 @@ from deepspeed_ext.engine.streaming import check_folder, streams
 from deepspeed_ext.engine.token_dropping import TokenDropping
 from deepspeed_ext.zero.kinds_of_parameters import is_sharded
 from deepspeed_ext.zero.shared_experts import experts_of
+from deepspeed_ext.zero.streaming import is_streamed
 
 _OP = "initialize"
 _log = logging.getLogger("deepspeed_ext")
@@ -172,6 +173,11 @@ def _is_made_by(optimizer: object) -> bool:
 
 def _check_plain(model: nn.Module) -> None:
     for name, module in model.named_modules():
+        if is_sharded(module) and is_streamed(module):
+            raise ValueError(
+                f"{_OP}: model has {name or 'itself'!r}, which an engine streams, expected a model"
+                " that none does; engine.destroy() ends that"
+            )
         if is_sharded(module):
             raise ValueError(
                 f"{_OP}: model has {name or 'itself'!r}, which is sharded already, expected a"

@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from deepspeed_ext.config import Config
 from deepspeed_ext.io.file_map import scratch_file
+from deepspeed_ext.offload import OffloadOptimizer
 from deepspeed_ext.optim.base import FlatStateOptimizer
 from deepspeed_ext.torch_internals.dispatch import tree_map
 from deepspeed_ext.zero.alone import Alone
@@ -63,8 +64,9 @@ def streams(
     is_kept = mesh.size() == 1 and config.zero_optimization.stage < 3 and config.is_plain
     if is_streamed(model) and not is_kept:
         raise ValueError(
-            f"{_OP}: model is streamed already, expected one that is not; offload_param in stage 3"
-            " streams it, and one process in float32 and stage 0 takes a streamed one"
+            f"{_OP}: model is streamed already, expected one that is not, as after close() of what"
+            " zero.stream has returned; offload_param in stage 3 streams it, and one process in"
+            " float32 and stage 0 takes a streamed one"
         )
     if not config.offloads_params:
         return False
@@ -173,6 +175,10 @@ class Streaming:
             for module in (model, *found.values()):
                 hook = module.register_forward_pre_hook(_Cast(used), with_kwargs=True)
                 self._ends.append(hook.remove)
+
+    def stepped_by(self, optimizer: OffloadOptimizer) -> None:
+        """Let an optimizer go, too, at the end, which takes gradients of the model."""
+        self._ends.append(optimizer.close)
 
     def end(self) -> None:
         """Let the model be an ordinary one, whose parameters stay where they are."""
