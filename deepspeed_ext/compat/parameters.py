@@ -1,7 +1,8 @@
 """safe_get and safe_set of deepspeed.utils: whole and local weights, gradients and state.
 
 Weights and state are float32. There are none of what no engine's optimizer steps, such as of frozen
-parameters.
+parameters. Engines are those of `compat.initialize`: others belong to nothing of the whole process,
+where these functions could find them.
 
 All processes call the ones for whole tensors together. A gradient is there from the last backward
 of a step to the step, and with fp16 it is that of the scaled loss.

@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -476,15 +476,16 @@ class Engine(Checkpoints):
         """
         self._accumulation.end(is_whole=False)
         self._is_destroyed = True
-        if isinstance(self.optimizer, OffloadOptimizer):
-            self.optimizer.synchronize()
-        if self.end_streaming is not None:
-            self.end_streaming()
-        if self._reports is not None:
-            self._reports.close()
-        if self._is_in_group:
-            self._is_in_group = False
-            leave_group()
+        with ExitStack() as rest:  # all of it, whatever fails
+            if self._is_in_group:
+                self._is_in_group = False
+                rest.callback(leave_group)
+            if self._reports is not None:
+                rest.callback(self._reports.close)
+            if self.end_streaming is not None:
+                rest.callback(self.end_streaming)
+            if isinstance(self.optimizer, OffloadOptimizer):
+                self.optimizer.synchronize()
 
 
 def _check_loss(op: str, loss: object) -> None:

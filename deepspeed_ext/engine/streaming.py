@@ -3,7 +3,7 @@
 import errno
 import logging
 import os
-from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any, NamedTuple
 
 import torch
@@ -149,7 +149,7 @@ class Streaming:
 
     def __init__(self, model: nn.Module, config: Config, mesh: DeviceMesh) -> None:
         self._model = model
-        self._ends: list[Callable[[], None]] = []
+        self._ends = ExitStack()
         try:
             self._begin(config, mesh)
         except BaseException:
@@ -167,23 +167,22 @@ class Streaming:
         path = block.nvme_path if block.device == "nvme" else None
         found = blocks_of(model, None)
         to = torch.device(mesh.device_type)
-        self._ends.append(stream(model, block.device, to=to, nvme_path=path).close)
+        self._ends.callback(stream(model, block.device, to=to, nvme_path=path).close)
         stand_in = Alone(model, 3, mesh, ())
-        self._ends.append(stand_in.detach)
+        self._ends.callback(stand_in.detach)
         stand_in.attach()
         if used is not None:
             for module in (model, *found.values()):
                 hook = module.register_forward_pre_hook(_Cast(used), with_kwargs=True)
-                self._ends.append(hook.remove)
+                self._ends.callback(hook.remove)
 
     def stepped_by(self, optimizer: OffloadOptimizer) -> None:
         """Let an optimizer go, too, at the end, which takes gradients of the model."""
-        self._ends.append(optimizer.close)
+        self._ends.callback(optimizer.close)
 
     def end(self) -> None:
         """Let the model be an ordinary one, whose parameters stay where they are."""
-        while self._ends:
-            self._ends.pop()()
+        self._ends.close()
 
 
 class _Cast:
