@@ -143,7 +143,8 @@ ROOMS = {  # inside of a package, likewise; its __init__ may import all
         ("manifest",),
         ("data_file", "reading"),
         ("storage",),
-        ("streaming", "training_state", "weight_files"),
+        ("streaming", "master_weights", "weight_files"),
+        ("training_state",),
         ("consolidate", "saving"),
     ),
     "engine": (

@@ -1,7 +1,8 @@
 """safe_get and safe_set of deepspeed.utils: whole and local weights, gradients and state.
 
 Weights and state are float32. There are none of what no engine's optimizer steps, such as of frozen
-parameters.
+parameters. Engines are those of `compat.initialize`: others belong to nothing of the whole process,
+where these functions could find them.
 
 All processes call the ones for whole tensors together. A gradient is there from the last backward
 of a step to the step, and with fp16 it is that of the scaled loss.
@@ -14,7 +15,7 @@ from torch import Tensor
 
 from deepspeed_ext.compat.engine import optimizer_of
 from deepspeed_ext.dtensors import full, is_dtensor, local, part_for, spread
-from deepspeed_ext.offload.summed_gradient import gradient_of
+from deepspeed_ext.offload.summed_gradient import gradient_of, set_gradient
 from deepspeed_ext.ops.optimizers.state_formats import join_float32, split_float32
 from deepspeed_ext.optim.formats import MASTER, REMAINDER
 
@@ -57,7 +58,7 @@ def safe_set_full_fp32_param(param: Tensor, value: Tensor) -> None:
 
 def safe_set_full_grad(param: Tensor, value: Tensor) -> None:
     """Write a whole gradient."""
-    _write("safe_set_full_grad", param.grad, value, is_whole=True)
+    _write_gradient("safe_set_full_grad", param, value, is_whole=True)
 
 
 def safe_set_full_optimizer_state(param: Tensor, value: Tensor, optim_state_key: str) -> None:
@@ -74,7 +75,7 @@ def safe_set_local_fp32_param(param: Tensor, value: Tensor) -> None:
 
 def safe_set_local_grad(param: Tensor, value: Tensor) -> None:
     """Write this process's part of the gradient."""
-    _write("safe_set_local_grad", param.grad, value, is_whole=False)
+    _write_gradient("safe_set_local_grad", param, value, is_whole=False)
 
 
 def safe_set_local_optimizer_state(param: Tensor, value: Tensor, optim_state_key: str) -> None:
@@ -152,8 +153,23 @@ def _part(tensor: Tensor | None) -> Tensor | None:
     return None if tensor is None else local(tensor.detach()).to(torch.float32, copy=True)
 
 
+def _write_gradient(op: str, param: Tensor, value: Tensor, is_whole: bool) -> None:
+    to = _checked(op, param.grad, value, is_whole)
+    part = part_for(value, to) if is_whole else value
+    if not set_gradient(optimizer_of(param), param, part):
+        _write(op, to, value, is_whole)
+
+
 def _write(op: str, to: Tensor | None, value: Tensor, is_whole: bool) -> None:
     """Write through the tensor itself, so that others see that it was written."""
+    to = _checked(op, to, value, is_whole)
+    with torch.no_grad():
+        value = value.to(local(to).device, to.dtype)
+        part = part_for(value, to) if is_whole else value
+        to.copy_(spread(part, to) if is_dtensor(to) else part)
+
+
+def _checked(op: str, to: Tensor | None, value: Tensor, is_whole: bool) -> Tensor:
     if to is None:
         raise ValueError(
             f"{op}: param has no such value, expected one of an engine's optimizer, after a"
@@ -162,7 +178,4 @@ def _write(op: str, to: Tensor | None, value: Tensor, is_whole: bool) -> None:
     wanted = list((to if is_whole else local(to)).shape)
     if list(value.shape) != wanted:
         raise ValueError(f"{op}: value has shape {list(value.shape)}, expected {wanted}")
-    with torch.no_grad():
-        value = value.to(local(to).device, to.dtype)
-        part = part_for(value, to) if is_whole else value
-        to.copy_(spread(part, to) if is_dtensor(to) else part)
+    return to

@@ -211,6 +211,12 @@ class Examined:
         problems += self._of_random_ltd(config)
         self._warn_of_other_patterns(config)
         zero = config.zero_optimization
+        for block in (zero.offload_optimizer, zero.offload_param):
+            if block.device == "nvme" and block.nvme_path == "":
+                problems.append(
+                    f'config: {block.place}nvme_path is "" beside device "nvme", expected the path'
+                    " of a folder"
+                )
         if zero.offload_param.device != "none":
             paths, old = self.found.paths, "zero_optimization.cpu_offload_params"
             path = paths.get("zero_optimization.offload_param.device", old)

@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -187,6 +188,12 @@ def _text(value: object) -> str:
     return value
 
 
+def _path(value: Any) -> object:
+    if value is not None and "\0" in os.fspath(value):
+        raise ValueError(value)
+    return value
+
+
 def _texts(value: object) -> list[str]:
     """Return texts, each once, of a list or of one that stands alone."""
     given = [value] if isinstance(value, str) else value
@@ -236,6 +243,7 @@ WHOLES = Reader("a list of whole numbers", _wholes)
 ANY_TEXT = Reader("a text", lambda value: _text(value) if value != "" else "")
 NUMBERS = Reader("a list of different whole numbers, 0 or more", _numbers)
 DTYPE = Reader('"fp32", "fp16" or "bf16"', _dtype)
+PATH = Reader("the path of a folder", _path)
 ANYTHING = Reader("anything", lambda value: value)
 
 

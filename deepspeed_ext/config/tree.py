@@ -14,6 +14,7 @@ from deepspeed_ext.config.kinds import (
     DTYPE,
     FLAG,
     HUGGING_FACE,
+    PATH,
     SIZE,
     TEXT,
     TEXTS,
@@ -64,9 +65,7 @@ class OffloadOptimizer(Block):
     ratio: Annotated[
         float, number(0, 1), does("this share of the parameters is offloaded, by bytes")
     ] = 1.0
-    nvme_path: Annotated[
-        Any, ANYTHING, does("with device nvme, the folder of the file that has the state")
-    ] = None
+    nvme_path: Annotated[Any, PATH, does("with device nvme, the folder of the state's file")] = None
     buffer_count: Annotated[int, whole(1), so_anyway(_RING)] = 4
     buffer_size: Annotated[int, SIZE, so_anyway(_RING)] = 100_000_000
     max_in_cpu: Annotated[int, SIZE, so_anyway(_CACHE)] = 1_000_000_000
@@ -92,7 +91,7 @@ class OffloadParam(Block):
     ] = "none"
     pin_memory: Annotated[bool, FLAG, so_anyway("host memory beside a GPU is pinned")] = False
     nvme_path: Annotated[
-        Any, ANYTHING, does("with device nvme, the folder of the file that has the parameters")
+        Any, PATH, does("with device nvme, the folder of the file that has the parameters")
     ] = None
     buffer_count: Annotated[int, whole(1), so_anyway(_BLOCKS)] = 5
     buffer_size: Annotated[int, SIZE, so_anyway(_BLOCKS)] = 100_000_000

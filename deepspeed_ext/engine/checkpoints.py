@@ -20,6 +20,7 @@ from deepspeed_ext.io.checkpoint.shards import INDEX, ONE_FILE
 from deepspeed_ext.io.regular_file import sync_folder
 from deepspeed_ext.offload import OffloadOptimizer
 from deepspeed_ext.zero.agreement import all_or_none, check_agreement
+from deepspeed_ext.zero.checkpoint.master_weights import keeping_float32
 from deepspeed_ext.zero.checkpoint.weight_files import write_weight_file
 from deepspeed_ext.zero.counters import COUNTERS, told
 from deepspeed_ext.zero.loading import checkpoint_of
@@ -132,6 +133,7 @@ class Checkpoints(Settings):
             self.module,
             self.optimizer if loads_optimizer else None,
             strict=load_module_strict,
+            has_masters=None if loads_optimizer else self.optimizer,
             **parts,
         )
         counters, client = told(found)
@@ -242,6 +244,8 @@ class Checkpoints(Settings):
     ) -> Any:
         """Load what `state_dict` returned, or whole tensors by the same names.
 
+        Where the model streams, float32 tensors are the master weights that the optimizer has.
+
         Args:
             state_dict: shards, or the same whole tensors in each process.
             strict: of torch's.
@@ -261,7 +265,8 @@ class Checkpoints(Settings):
                 continue
             if given.shape == param.shape:  # else torch says what is wrong
                 placed[name] = spread(part_for(given.to(param.device), param), param)
-        return super().load_state_dict(placed, strict)
+        with keeping_float32(self.module, self.optimizer):
+            return super().load_state_dict(placed, strict)
 
 
 def _state_of(weights: WholeWeights) -> OrderedDict[str, Tensor]:

@@ -1,8 +1,8 @@
 """The engine: counts micro-steps, scales, clips, steps, saves; all work is done by other parts."""
 
 import logging
-from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -96,6 +96,7 @@ class Engine(Checkpoints):
         self._config, self._sizes, self._mesh = config, sizes, mesh
         self._is_in_group = is_in_group
         self._is_destroyed = False
+        self.end_streaming: Callable[[], None] | None = None  # that initialize has begun
         self._is_last: bool | None = None  # of micro-steps, said by hand
         self._is_syncing = True  # not inside of no_sync
         self._now = _Progress()
@@ -457,9 +458,10 @@ class Engine(Checkpoints):
         Between micro-steps weights stay gathered, as their next backward wants them, and inside of
         GatheredParameters, as you do.
         """
-        sharding = sharding_of("engine.empty_partition_cache", self.module)
-        if not self._accumulation.is_open and not sharding.shown:
-            sharding.reshard()
+        if self.end_streaming is None:
+            sharding = sharding_of("engine.empty_partition_cache", self.module)
+            if not self._accumulation.is_open and not sharding.shown:
+                sharding.reshard()
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
 
@@ -469,17 +471,21 @@ class Engine(Checkpoints):
         The last engine in a process group that initialize made ends it. `backward` and `step` are
         errors from here on.
 
-        Monitors get the last step, and are closed.
+        Monitors get the last step, and are closed. A model that initialize streams is an ordinary
+        one from here on, whose parameters stay where they rest; initialize may take it again.
         """
         self._accumulation.end(is_whole=False)
         self._is_destroyed = True
-        if isinstance(self.optimizer, OffloadOptimizer):
-            self.optimizer.synchronize()
-        if self._reports is not None:
-            self._reports.close()
-        if self._is_in_group:
-            self._is_in_group = False
-            leave_group()
+        with ExitStack() as rest:  # all of it, whatever fails
+            if self._is_in_group:
+                self._is_in_group = False
+                rest.callback(leave_group)
+            if self._reports is not None:
+                rest.callback(self._reports.close)
+            if self.end_streaming is not None:
+                rest.callback(self.end_streaming)
+            if isinstance(self.optimizer, OffloadOptimizer):
+                self.optimizer.synchronize()
 
 
 def _check_loss(op: str, loss: object) -> None:

@@ -22,7 +22,8 @@ from deepspeed_ext.engine.leaf_modules import set_z3_leaf_module
 from deepspeed_ext.engine.monitors import Reports, monitors_of
 from deepspeed_ext.engine.planning import Plan
 from deepspeed_ext.engine.processes import config_of, join_group, leave_group
-from deepspeed_ext.engine.streaming import stream_model
+from deepspeed_ext.engine.streaming import Streaming
+from deepspeed_ext.offload import OffloadOptimizer
 from deepspeed_ext.zero.agreement import all_or_none, check_agreement
 from deepspeed_ext.zero.all_processes import mesh_of_all
 from deepspeed_ext.zero.alone import keep_whole
@@ -82,10 +83,11 @@ def initialize(
     Raises:
         ValueError: an argument or a key of the config is not as it must be; the text names it.
         RuntimeError: torchrun's variables are incomplete.
-        OSError: parameters are to rest on NVMe, and the folder is none to write in, or has too
-            little room; weights may have become 16 bits by then.
+        OSError: a folder on NVMe is none to write in, and nothing was changed; or it has too little
+            room: a model that was to stream may be in 16 bits then, and nothing else is changed.
     """
     is_in_group, reports = join_group(), None
+    streaming: Streaming | None = None
     try:
         is_default = mesh is None
         mesh = mesh_of_all() if mesh is None else mesh
@@ -114,12 +116,15 @@ def initialize(
         for leaf in plan.leaves:
             set_z3_leaf_module(leaf, True)
         if plan.streams:
-            stream_model(model, read, mesh)
+            streaming = Streaming(model, read, mesh)
         else:
             _shard(model, read, mesh)
         made = plan.optimizer()
+        if streaming is not None and isinstance(made, OffloadOptimizer):
+            streaming.stepped_by(made)
         scheduler = plan.scheduler(made)
         engine = Engine(model, made, scheduler, read, plan.sizes, mesh, is_in_group, reports)
+        engine.end_streaming = None if streaming is None else streaming.end
         engine.random_ltd_scheduler = plan.dropping.scheduler
         plan.dropping.begin()
         if read.dump_state and dist.get_rank() == 0:
@@ -127,6 +132,8 @@ def initialize(
         if read.compile.compiles:
             engine.compile(read.compile.backend, plan.compile_kwargs)
     except BaseException:
+        if streaming is not None:
+            streaming.end()
         if reports is not None:
             reports.close()
         if is_in_group:

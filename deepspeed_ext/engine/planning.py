@@ -17,10 +17,11 @@ from deepspeed_ext.engine.leaf_modules import leaf_modules_of
 from deepspeed_ext.engine.monitors import check_packages
 from deepspeed_ext.engine.optimizers import Renamed, check_given, placed
 from deepspeed_ext.engine.stepping import scaler_of
-from deepspeed_ext.engine.streaming import streams
+from deepspeed_ext.engine.streaming import check_folder, streams
 from deepspeed_ext.engine.token_dropping import TokenDropping
 from deepspeed_ext.zero.kinds_of_parameters import is_sharded
 from deepspeed_ext.zero.shared_experts import experts_of
+from deepspeed_ext.zero.streaming import is_streamed
 
 _OP = "initialize"
 _log = logging.getLogger("deepspeed_ext")
@@ -41,6 +42,7 @@ class Plan:
     Raises:
         ValueError: something is not as it must be.
         ImportError: a package is missing that the config asks for.
+        OSError: a folder on NVMe is none to write in.
     """
 
     def __init__(
@@ -76,6 +78,8 @@ class Plan:
         block = config.zero_optimization.offload_optimizer
         if block.device != "none":
             self._offload = {"model": model, "gpu_fraction": 1 - block.ratio, **_place(block)}
+            if is_stepped and block.device == "nvme":
+                check_folder("offload_optimizer", block.nvme_path)
         named = config.optimizer if optimizer is None else None
         if named is not None and self._rests and steps_in_host(named.type):
             self._offload = self._offload or {"model": model}
@@ -169,6 +173,11 @@ def _is_made_by(optimizer: object) -> bool:
 
 def _check_plain(model: nn.Module) -> None:
     for name, module in model.named_modules():
+        if is_sharded(module) and is_streamed(module):
+            raise ValueError(
+                f"{_OP}: model has {name or 'itself'!r}, which an engine streams, expected a model"
+                " that none does; engine.destroy() ends that"
+            )
         if is_sharded(module):
             raise ValueError(
                 f"{_OP}: model has {name or 'itself'!r}, which is sharded already, expected a"

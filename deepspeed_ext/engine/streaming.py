@@ -1,6 +1,9 @@
 """Parameters at rest in one process: the engine's model streams by zero.stream, where it can."""
 
+import errno
 import logging
+import os
+from contextlib import ExitStack
 from typing import Any, NamedTuple
 
 import torch
@@ -8,6 +11,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from deepspeed_ext.config import Config
+from deepspeed_ext.io.file_map import scratch_file
+from deepspeed_ext.offload import OffloadOptimizer
 from deepspeed_ext.optim.base import FlatStateOptimizer
 from deepspeed_ext.torch_internals.dispatch import tree_map
 from deepspeed_ext.zero.alone import Alone
@@ -54,12 +59,14 @@ def streams(
 
     Raises:
         ValueError: parameters are to rest on NVMe, and cannot.
+        OSError: their folder is none to write in.
     """
     is_kept = mesh.size() == 1 and config.zero_optimization.stage < 3 and config.is_plain
     if is_streamed(model) and not is_kept:
         raise ValueError(
-            f"{_OP}: model is streamed already, expected one that is not; offload_param in stage 3"
-            " streams it, and one process in float32 and stage 0 takes a streamed one"
+            f"{_OP}: model is streamed already, expected one that is not, as after close() of what"
+            " zero.stream has returned; offload_param in stage 3 streams it, and one process in"
+            " float32 and stage 0 takes a streamed one"
         )
     if not config.offloads_params:
         return False
@@ -74,6 +81,8 @@ def streams(
     else:
         found = _hindrance(model, config, mesh, optimizer, is_offloaded)
     if found is None:
+        if device == "nvme":
+            check_folder("offload_param", config.zero_optimization.offload_param.nvme_path)
         return True
     if device == "nvme":
         raise ValueError(
@@ -114,26 +123,66 @@ def _hindrance(
     return None
 
 
-def stream_model(model: nn.Module, config: Config, mesh: DeviceMesh) -> None:
-    """Stream a model in the place of a sharded one; in 16 bits if it is used so.
+def check_folder(block: str, path: str | os.PathLike[str]) -> None:
+    """Refuse a folder of zero_optimization in which no file can be made."""
+    try:
+        scratch_file(os.path.abspath(os.fspath(path)))
+    except OSError as error:
+        raise OSError(
+            error.errno,
+            f"{_OP}: zero_optimization.{block}.nvme_path is {path}, expected a folder to write in:"
+            f" {os.strerror(error.errno or errno.EIO)}",
+        ) from error
+
+
+class Streaming:
+    """A model that streams in the place of a sharded one; in 16 bits if it is used so.
+
+    Args:
+        model: of which `streams` is true.
+        config: that was read.
+        mesh: of this process alone.
 
     Raises:
-        OSError: as zero.stream.
+        OSError: as zero.stream; nothing is left of it then.
     """
-    used = config.used_dtype
-    for param in model.parameters():
-        if isinstance(param, RowsParameter):
-            make_whole(param)
-        if used is not None and param.is_floating_point() and param.dtype != used:
-            param.data = param.data.to(used)
-    block = config.zero_optimization.offload_param
-    path = block.nvme_path if block.device == "nvme" else None
-    found = blocks_of(model, None)
-    stream(model, block.device, to=torch.device(mesh.device_type), nvme_path=path)
-    Alone(model, 3, mesh, ()).attach()
-    if used is not None:
-        for module in (model, *found.values()):
-            module.register_forward_pre_hook(_Cast(used), with_kwargs=True)
+
+    def __init__(self, model: nn.Module, config: Config, mesh: DeviceMesh) -> None:
+        self._model = model
+        self._ends = ExitStack()
+        try:
+            self._begin(config, mesh)
+        except BaseException:
+            self.end()
+            raise
+
+    def _begin(self, config: Config, mesh: DeviceMesh) -> None:
+        model, used = self._model, config.used_dtype
+        for param in model.parameters():
+            if isinstance(param, RowsParameter):
+                make_whole(param)
+            if used is not None and param.is_floating_point() and param.dtype != used:
+                param.data = param.data.to(used)
+        block = config.zero_optimization.offload_param
+        path = block.nvme_path if block.device == "nvme" else None
+        found = blocks_of(model, None)
+        to = torch.device(mesh.device_type)
+        self._ends.callback(stream(model, block.device, to=to, nvme_path=path).close)
+        stand_in = Alone(model, 3, mesh, ())
+        self._ends.callback(stand_in.detach)
+        stand_in.attach()
+        if used is not None:
+            for module in (model, *found.values()):
+                hook = module.register_forward_pre_hook(_Cast(used), with_kwargs=True)
+                self._ends.callback(hook.remove)
+
+    def stepped_by(self, optimizer: OffloadOptimizer) -> None:
+        """Let an optimizer go, too, at the end, which takes gradients of the model."""
+        self._ends.callback(optimizer.close)
+
+    def end(self) -> None:
+        """Let the model be an ordinary one, whose parameters stay where they are."""
+        self._ends.close()
 
 
 class _Cast:

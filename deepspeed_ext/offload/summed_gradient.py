@@ -1,4 +1,4 @@
-"""What a gradient is that has left the device, for who wants to see it before the step."""
+"""What a gradient is that has left the device, for who sees it, or writes it, before the step."""
 
 import torch
 from torch import Tensor
@@ -6,6 +6,7 @@ from torch import Tensor
 from deepspeed_ext.offload.host_gradients import Sum
 from deepspeed_ext.offload.optimizer import OffloadOptimizer
 from deepspeed_ext.offload.sent_gradients import sent
+from deepspeed_ext.optim.formats import MASTER, REMAINDER
 from deepspeed_ext.torch_internals.tensors import past_torch_function
 
 
@@ -34,6 +35,37 @@ def gradient_of(optimizer: torch.optim.Optimizer | None, param: Tensor) -> Tenso
             return more
         added = _sum(optimizer, known)
         return added if more is None else added + more
+
+
+@torch.no_grad()
+def set_gradient(optimizer: torch.optim.Optimizer | None, param: Tensor, part: Tensor) -> bool:
+    """Let the next step take another gradient, where free_grads has taken it.
+
+    It keeps all bits of float32 where there are master weights, or a sum of several; else those of
+    the parameter's dtype.
+
+    Args:
+        optimizer: of any class.
+        param: that it has, perhaps.
+        part: what this process holds of the gradient.
+
+    Returns:
+        Whether it is so; else `param.grad` is to be written.
+    """
+    with past_torch_function():
+        left = sent(param.grad)
+        if left is None or not isinstance(optimizer, OffloadOptimizer):
+            return False
+        row = optimizer._pipeline.table.get(param)
+        known = None if row is None else row.sum
+        if known is None:
+            return False
+        keys = optimizer._host_optimizer.state_format.dtypes((), param.dtype)
+        is_wide = known.count > 1 or not {MASTER, REMAINDER}.isdisjoint(keys)
+        dtype = torch.float32 if is_wide else param.dtype
+        made = torch.empty_strided(left.shape, left.stride(), dtype=dtype, device=left.device)
+        left.since.is_dropped, left.since.value = True, made.copy_(part)
+        return True
 
 
 def _sum(optimizer: OffloadOptimizer, known: Sum) -> Tensor:

@@ -51,6 +51,14 @@ class Alone(Sharding):
         self._begins = partial(_in_backward, weakref.ref(self))
         object.__setattr__(self.model, NAME, self)
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _nothing, ()  # a pickle or a copy of the model is an ordinary one
+
+    def detach(self) -> None:
+        """Go from the model's side."""
+        if vars(self.model).get(NAME) is self:
+            object.__delattr__(self.model, NAME)
+
     def watch(self, output: object) -> None:
         """Hear of a backward by what a forward has returned."""
         if not is_in_backward():
@@ -92,6 +100,10 @@ class Alone(Sharding):
         if number != self._backward:
             self._backward = number
             queue_callback(_Backward(self.after_backward, self.fail))
+
+
+def _nothing() -> None:
+    """Return None."""
 
 
 class _Backward(Backward):

@@ -13,7 +13,7 @@ NAME = "_deepspeed_ext_sharding"  # the attribute of a model that says how it is
 
 def is_sharded(module: nn.Module) -> bool:
     """Tell whether a module is sharded, by whomever, or kept whole in the place of such a one."""
-    return isinstance(module, FSDPModule) or NAME in vars(module)
+    return isinstance(module, FSDPModule) or vars(module).get(NAME) is not None
 
 
 def check_all_sharded(model: nn.Module) -> None:

@@ -25,6 +25,7 @@ def load(
     optimizer: torch.optim.Optimizer | None = None,
     *,
     strict: bool = True,
+    has_masters: torch.optim.Optimizer | None = None,
     **objects: Any,
 ) -> dict[str, Any]:
     """Go on from what `save` left, or DeepSpeed's save_checkpoint, on any number of processes.
@@ -48,6 +49,8 @@ def load(
         strict: False: tensors that only the model has stay as they are, those that only the
             checkpoint has are not read, and a warning counts both. The optimizer's groups have the
             same parameters either way.
+        has_masters: where optimizer is None, the one that keeps master weights of this model: they
+            get all bits of the weights that were saved, and its other state stays as it is.
         objects: whose load_state_dict gets what client_state of the same name was.
 
     Returns:
@@ -69,7 +72,7 @@ def load(
         names = None if optimizer is None else names_in(_OP, model, optimizer)
         return path, DeepSpeedReader(path, names)
 
-    return load_by(open_reader, model, optimizer, objects, strict)
+    return load_by(open_reader, model, optimizer, objects, strict, has_masters)
 
 
 def checkpoint_of(op: str, folder: str | os.PathLike[str], tag: str | None) -> tuple[Path, bool]:

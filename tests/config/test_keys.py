@@ -162,6 +162,29 @@ def test_parameters_are_offloaded_in_stage_3_alone():
     assert warning.endswith("offload_optimizer.ratio acts nowhere: parameters rest")
 
 
+@pytest.mark.parametrize("block", ["offload_optimizer", "offload_param"])
+def test_folders_are_paths(block):
+    def read_with(path, device="nvme"):
+        inner = {"device": device, "nvme_path": path}
+        return read({"zero_optimization": {"stage": 3, block: inner}}).zero_optimization
+
+    for path, told in ((5, "5"), (["a"], r'\["a"\]'), ("/a\0b", r'"/a\\u0000b"'), (b"/a", "")):
+        for device in ("nvme", "cpu"):
+            text = (
+                rf"^config: zero_optimization\.{block}\.nvme_path is {told}.*, expected the path of"
+            )
+            with pytest.raises(ValueError, match=text):
+                read_with(path, device)
+    for path in ("/scratch", "here", ROOT, None):
+        assert getattr(read_with(path), block).nvme_path == path
+    text = (
+        rf'^config: zero_optimization\.{block}\.nvme_path is "" beside device "nvme", expected the '
+    )
+    with pytest.raises(ValueError, match=text):
+        read_with("")
+    assert getattr(read_with("", "cpu"), block).nvme_path == ""
+
+
 def test_old_names_may_stand_beside_what_they_mean():
     new = {"device": "CPU", "pin_memory": "true"}
     old = {"cpu_offload": "true", "cpu_offload_use_pin_memory": 1}

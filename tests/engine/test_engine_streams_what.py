@@ -229,8 +229,21 @@ def test_errors_before_anything_is_changed(tmp_path):
     rest = {"stage": 3, "offload_param": {"device": "nvme"}}
     with pytest.raises(ValueError, match=r"offload_param\.nvme_path is None, expected a folder on"):
         made(given_for("float32", rest), model)
-    with pytest.raises(OSError, match=r"zero\.stream: nvme_path is .*none, expected a folder"):
-        made(given_for("float32", rests_in("nvme", tmp_path / "none")), model)
+    text = (
+        r"initialize: zero_optimization\.offload_param\.nvme_path is .*none, expected a folder to"
+    )
+    with pytest.raises(OSError, match=text):
+        made(given_for("bf16", rests_in("nvme", tmp_path / "none")), model)
+    rest = rests_in("cpu", "")
+    rest["offload_optimizer"] = {"device": "nvme", "nvme_path": str(tmp_path / "none")}
+    text = text.replace("param", "optimizer")
+    for block in (rest, {**rest, "stage": 0}):
+        with pytest.raises(OSError, match=text):
+            made(given_for("bf16", block), model)
+    assert all(map(torch.equal, model.state_dict().values(), Net().state_dict().values()))
+    assert not dist.is_initialized()
+    made(given_for("bf16", rests_in("cpu", "")), model).destroy()
+    model = Net()
     zero.stream(model)
     with pytest.raises(ValueError, match="initialize: model is streamed already, expected one"):
         made(given_for("float32", rests_in("cpu", "")), model)

@@ -115,8 +115,16 @@ def test_arguments(tmp_path):
     assert offload.saved_tensors(budget=2e6) and offload.saved_tensors(budget="0.1KiB")
     with pytest.raises(ValueError, match="min_bytes is -1, expected 0 bytes or more"):
         offload.saved_tensors(min_bytes=-1)
-    with pytest.raises(OSError, match="nowhere"):
+    text = r"saved_tensors: nvme_path is .*nowhere, expected a folder to write in: No such file"
+    with pytest.raises(FileNotFoundError, match=text):
         offload.saved_tensors("nvme", nvme_path=tmp_path / "nowhere")
+    for path, told in (("", "''"), ("/a\0b", r"'/a\\x00b'")):
+        with pytest.raises(
+            ValueError, match=rf"^saved_tensors: nvme_path is {told}, expected a fol"
+        ):
+            offload.saved_tensors("nvme", nvme_path=path)
+    with pytest.raises(TypeError, match=r"^saved_tensors: nvme_path is int, expected a folder's"):
+        offload.saved_tensors("nvme", nvme_path=5)
     with pytest.raises(OSError, match=r"needs .* bytes"):
         offload.saved_tensors("nvme", nvme_path=tmp_path, budget=1 << 60)
 

@@ -1,5 +1,6 @@
 """saved_tensors: what autograd saves is kept in host memory or on disk until backward wants it."""
 
+import errno
 import os
 from collections.abc import Callable
 from typing import Any
@@ -46,7 +47,7 @@ class SavedTensors:
             raise ValueError(f"{name}: min_bytes is None, expected bytes, as 1048576 or '1MiB'")
         self.device = device
         self._settings = {"nvme_path": nvme_path, "budget": budget, "min_bytes": min_bytes}
-        place: Place = HostPlace() if nvme_path is None else DiskPlace(nvme_path, most)
+        place: Place = HostPlace() if nvme_path is None else _disk_place(name, nvme_path, most)
         self._packing = Packing(place, most, least)
         self._hooks = saved_tensors_hooks(self._packing.pack, self._packing.unpack)
         self._least = least
@@ -160,9 +161,24 @@ def saved_tensors(
 
     Raises:
         ValueError: an argument is out of range, named in the text.
+        TypeError: nvme_path is no path.
         OSError: nvme_path is no folder that can be used; ENOSPC: it has no room for the budget.
     """
     return SavedTensors(device, nvme_path=nvme_path, budget=budget, min_bytes=min_bytes)
+
+
+def _disk_place(name: str, path: str | os.PathLike[str], budget: int | None) -> DiskPlace:
+    if not isinstance(path, str | bytes | os.PathLike):
+        raise TypeError(f"{name}: nvme_path is {type(path).__name__}, expected a folder's path")
+    text = os.fsdecode(path)
+    if not text or "\0" in text:
+        raise ValueError(f"{name}: nvme_path is {text!r}, expected a folder on the disk")
+    try:
+        return DiskPlace(path, budget)
+    except (FileNotFoundError, NotADirectoryError, PermissionError) as error:
+        reason = os.strerror(error.errno or errno.EIO)
+        why = f"{name}: nvme_path is {text}, expected a folder to write in: {reason}"
+        raise OSError(error.errno, why) from error
 
 
 def _made_anew(device: str, settings: dict[str, Any]) -> SavedTensors:

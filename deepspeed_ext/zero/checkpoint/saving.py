@@ -142,12 +142,13 @@ def load_by(
     optimizer: torch.optim.Optimizer | None,
     objects: Mapping[str, Any],
     strict: bool,
+    has_masters: torch.optim.Optimizer | None = None,
 ) -> dict[str, Any]:
     """Load what a reader reads, as `zero.load` says.
 
     Args:
         open_reader: returns it, and the folder of the checkpoint.
-        model, optimizer, objects, strict: of `zero.load`.
+        model, optimizer, objects, strict, has_masters: of `zero.load`.
     """
     sharding = sharding_of(_LOAD, model)
     _check_group(_LOAD)
@@ -165,7 +166,9 @@ def load_by(
         name = name_of_process(dist.get_rank() if is_same else 0)
         own = _fields(reader.value(metadata, name), CLIENT, "random")
         targets = Targets(
-            _LOAD, sharding.model, optimizer, common["groups"], metadata, strict=strict
+            *(_LOAD, sharding.model, optimizer, common["groups"], metadata),
+            strict=strict,
+            has_masters=has_masters,
         )
         _check_objects(objects, own[CLIENT])
         check_extra(_LOAD, sharding.model, common.get("extra"), strict=strict)

@@ -19,6 +19,7 @@ from deepspeed_ext.optim.checks import title_of_state
 from deepspeed_ext.optim.foreign_state import refused_by_torch
 from deepspeed_ext.optim.formats import MASTER, REMAINDER
 from deepspeed_ext.torch_internals.modules import copy_metadata
+from deepspeed_ext.zero.checkpoint.master_weights import MasterWeights
 from deepspeed_ext.zero.checkpoint.storage import Part, Reader
 from deepspeed_ext.zero.names import by_plain_name, plain_name
 
@@ -219,6 +220,7 @@ class Targets:
         groups: as `state_of` returned them when it was saved.
         metadata: of the checkpoint.
         strict: of `check_model`.
+        has_masters: whose master weights are read where its other state is not; None: nobody's.
 
     Raises:
         ValueError: the checkpoint is of another model, or of an optimizer with other groups.
@@ -233,6 +235,7 @@ class Targets:
         metadata: Metadata,
         *,
         strict: bool = True,
+        has_masters: torch.optim.Optimizer | None = None,
     ) -> None:
         self._saved = metadata.state_dict_metadata
         check_model(op, model, metadata, strict=strict)
@@ -245,7 +248,14 @@ class Targets:
         self.again: dict[str, Tensor] = {}
         self._join: list[tuple[Tensor, Tensor, Tensor]] = []
         self._restore_weights()
+        self._masters: MasterWeights | None = None
         if optimizer is None:
+            if has_masters is not None:
+                dtypes = {n: self._dtype(n) for n, e in self._saved.items() if _is_tensor(e)}
+                params = self._params
+                self._masters = MasterWeights(has_masters, params, dtypes, MODEL, OPTIMIZER)
+                self.tensors |= self._masters.tensors
+                self.again |= self._masters.again
             return
         names = names_in(op, model, optimizer)
         self._groups = _ordered(op, groups, names)
@@ -278,6 +288,8 @@ class Targets:
 
     def parts(self) -> list[Part]:
         """Return what of `tensors` is to be there together, and is taken then."""
+        if self._masters is not None:
+            return [*self._masters.parts(again=False)]
         return [
             Part(
                 [f"{OPTIMIZER}{name}.{key}" for key in self._state[number]],
@@ -289,6 +301,8 @@ class Targets:
 
     def parts_again(self) -> list[Part]:
         """Return the same of `again`."""
+        if self._masters is not None:
+            return [*self._masters.parts(again=True)]
         return [
             Part([MODEL + name], [], partial(self._take_state, name, has_all=True))
             for name in self._untaken
@@ -330,6 +344,8 @@ class Targets:
             for name in list(self._untaken):
                 self._take_state(name, has_all=True)
             self._intake.finish()
+        if self._masters is not None:
+            self._masters.finish()
         for weight, upper, lower in self._join:
             weight.copy_(join_float32(local(upper), local(lower).to(torch.int16)))
         if self._optimizer is not None:
@@ -401,6 +417,10 @@ class Targets:
         entry = self._saved[full]
         assert isinstance(entry, TensorStorageMetadata)
         return entry.properties.dtype
+
+
+def _is_tensor(entry: object) -> bool:
+    return isinstance(entry, TensorStorageMetadata)
 
 
 def _check_given(

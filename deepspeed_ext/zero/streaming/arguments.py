@@ -28,6 +28,8 @@ def checked_folder(device: str, path: str | bytes | os.PathLike[str] | None) -> 
         raise TypeError(f"{OP}: nvme_path is {type(path).__name__}, expected a folder's path")
     if path is None or not os.fspath(path):
         raise ValueError(f"{OP}: nvme_path is {path!r}, expected a folder with device='nvme'")
+    if "\0" in os.fsdecode(path):
+        raise ValueError(f"{OP}: nvme_path is {path!r}, expected a path without zero bytes")
     return os.path.abspath(os.fsdecode(path))
 
 

@@ -251,6 +251,9 @@ def test_errors_of_nvme_path(tmp_path):
     fails(ValueError, r"^zero.stream: nvme_path is None, expected a folder with dev", "nvme")
     fails(ValueError, r"^zero.stream: nvme_path is '', expected a folder", "nvme", nvme_path="")
     fails(TypeError, r"^zero.stream: nvme_path is int, expected a fol", "nvme", nvme_path=5)
+    fails(
+        ValueError, r"^zero.stream: nvme_path is .*, expected a path wi", "nvme", nvme_path="a\0b"
+    )
     fails(ValueError, r"^zero.stream: nvme_path is given, expected device='nvme' w", nvme_path="x")
     text = r"zero.stream: nvme_path is .*, expected a folder to write in: "
     fails(FileNotFoundError, text, "nvme", nvme_path=tmp_path / "none")
