@@ -119,7 +119,7 @@ def twenty_steps(row, folder):
 
 def replicas(row, folder):
     """All else on a mesh with replicas, and whole weights for the first process."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    mesh = init_device_mesh(home(), (2, 2), mesh_dim_names=("replicate", "shard"))
     for stage, ep_size in ((1, 2), (3, 2), (2, 4)):
         model = zero.shard(Net(ep_size).double(), stage, mesh=mesh)
         trained(model, adamw(model), 0, STEPS)
@@ -382,8 +382,8 @@ def refusals(row, folder):
     also.weight = tied.weight
     mixed = experts(mesh_of(2))
     mixed.bias = nn.Parameter(torch.zeros(2, 8))
-    cube = init_device_mesh("cpu", (2, 1, 2), mesh_dim_names=("a", "b", "c"))
-    half = init_device_mesh("cpu", (2, 2), mesh_dim_names=NAMES)["expert"]
+    cube = init_device_mesh(home(), (2, 1, 2), mesh_dim_names=("a", "b", "c"))
+    half = init_device_mesh(home(), (2, 2), mesh_dim_names=NAMES)["expert"]
     cases = {
         r"model is Experts, expected": experts(mesh_of(2)),
         r"'also.weight' is also a parameter of the experts 'experts'": Wrapped(tied, also),
@@ -396,10 +396,10 @@ def refusals(row, folder):
     for text, model in cases.items():
         with pytest.raises(ValueError, match=text):
             zero.shard(model, 2)
-    with pytest.raises(ValueError, match=r"of a mesh of the processes \[0, 1, 2, 3\] on cpu"):
+    with pytest.raises(ValueError, match=rf"of a mesh of the processes \[0, 1, 2, 3\] on {home()}"):
         zero.shard(Wrapped(experts(mesh_of(2))), 2, mesh=half)
     names = NAMES if dist.get_rank() else ("data", "other")
-    differ = init_device_mesh("cpu", (2, 2), mesh_dim_names=names)[names[1]]
+    differ = init_device_mesh(home(), (2, 2), mesh_dim_names=names)[names[1]]
     with pytest.raises(ValueError, match=r"process . has experts 'experts' over .* has experts"):
         zero.shard(Wrapped(experts(differ)), 2)
     plain = nn.Module()

@@ -12,7 +12,7 @@ import torch.distributed.checkpoint as dcp
 from process_groups import with_long
 from processes import Case
 from torch import nn
-from zero_cases import FORMATS, Net, adam, assert_close, loss_of, whole
+from zero_cases import FORMATS, Net, adam, assert_close, loss_of, mesh_at_home, whole
 
 from deepspeed_ext import io, zero
 from deepspeed_ext.offload import OffloadOptimizer
@@ -258,7 +258,7 @@ def replaces(row, folder):
 
 def replicas(row, folder):
     """What several processes have is written once, and read by all."""
-    mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (2, 2), mesh_dim_names=("r", "s"))
+    mesh = mesh_at_home((2, 2), ("r", "s"))
     for stage in (0, 3):
         model = zero.shard(Net(), stage, mesh=mesh)
         optimizer = adam(model.parameters(), **OPTIONS)
@@ -283,7 +283,7 @@ def replicas(row, folder):
 def for_users_of_dcp(row, folder):
     """Any state dict, by torch's own functions."""
     path = folder / "dcp"
-    mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (dist.get_world_size(),))
+    mesh = mesh_at_home((dist.get_world_size(),))
     torch.manual_seed(1)
     plain = torch.randn(5, 3)
     distribute = torch.distributed.tensor.distribute_tensor

@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
-from zero_cases import adam
+from zero_cases import adam, home
 
 from deepspeed_ext import zero
 
@@ -94,7 +94,7 @@ def expected(stage, times, is_hybrid):
 def table(row, folder):
     mesh = None
     if row == "hybrid":
-        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replica", "shard"))
+        mesh = init_device_mesh(home(), (2, 2), mesh_dim_names=("replica", "shard"))
     for stage in range(4):
         model = zero.shard(Net(), stage, mesh=mesh)
         optimizer = adam(model.parameters())

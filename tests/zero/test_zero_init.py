@@ -8,7 +8,7 @@ import torch.distributed as dist
 from processes import Case
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from zero_cases import Net, adam, loss_of, whole
+from zero_cases import Net, adam, home, loss_of, whole
 
 from deepspeed_ext import io, zero
 
@@ -95,7 +95,7 @@ def no_process_group_needed(row, folder):
 
 def layouts(row, folder):
     """Replicas of shards, and rows that not every process has."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replica", "shard"))
+    mesh = init_device_mesh(home(), (2, 2), mesh_dim_names=("replica", "shard"))
     gain = lambda module: hasattr(module, "gain") and module.gain.fill_(1)  # noqa: E731
     with zero.Init(seed=3, init=gain) as init:
         model = Net(seed=3)

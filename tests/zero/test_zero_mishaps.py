@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Partial
 from torch.utils.checkpoint import checkpoint
-from zero_cases import Net, assert_close, loss_of, whole
+from zero_cases import Net, assert_close, home, loss_of, whole
 
 from deepspeed_ext import zero
 
@@ -101,7 +101,7 @@ def errors(row, folder):
     )
     if row == "replicas":  # what they have not added up yet outlives an error in a forward
         stages, places, loops = (2, 3), ("forward",), (True,)
-        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "shards"))
+        mesh = init_device_mesh(home(), (2, 2), mesh_dim_names=("replicas", "shards"))
     for stage in stages:
         for where in places:
             for in_loop in loops:
@@ -413,7 +413,7 @@ def losses_of_whole_weights(row, folder):
     """Of a weight that forward uses too, as the docstring of shard says: gradients are averaged."""
     mesh = None
     if row == "replicas":
-        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "shards"))
+        mesh = init_device_mesh(home(), (2, 2), mesh_dim_names=("replicas", "shards"))
 
     def loss(model, number, rank):
         weight = model.embedding.weight

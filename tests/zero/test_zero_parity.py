@@ -117,7 +117,7 @@ def optimizers(row, folder):
 
 def hybrid(row, folder):
     """Replicas of shards, two by two."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replica", "shard"))
+    mesh = init_device_mesh(home(), (2, 2), mesh_dim_names=("replica", "shard"))
     for stage in (0, 1, 2, 3):
         twin, model = Twin(), Net()
         zero.shard(model, stage, mesh=mesh)

@@ -3,6 +3,7 @@
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.nn.functional import cross_entropy
 
@@ -78,6 +79,11 @@ def at_home(kind):
 def adam(params, **options):
     """That of the processes of this group."""
     return at_home(DeepSpeedCPUAdam)(params, **options)
+
+
+def mesh_at_home(shape, names=None):
+    """A mesh of the processes of this group."""
+    return init_device_mesh(home(), shape, mesh_dim_names=names)
 
 
 def batch(number: int, rank: int | None = None):
