@@ -239,6 +239,7 @@ def test_processes(case, groups):
 
 def test_a_process_that_dies_ends_the_others(groups):
     """At once, by what torch says of the connection."""
+    groups.need_gloo()
     with pytest.raises(AssertionError) as caught:
         groups.run(Case(2, "dies", ""))
     text = str(caught.value)
