@@ -10,22 +10,17 @@ import torch.distributed as dist
 from process_groups import with_long
 from processes import Case
 from torch import nn
-from zero_cases import Net, home, loss_of, whole
+from zero_cases import Net, adam, at_home, home, loss_of, whole
 
 import deepspeed_ext
 from deepspeed_ext import zero
 from deepspeed_ext.dtensors import local
 from deepspeed_ext.offload import OffloadOptimizer
-from deepspeed_ext.optim import DeepSpeedCPUAdam, DeepSpeedCPULion, FusedAdam, FusedLamb, FusedLion
+from deepspeed_ext.optim import DeepSpeedCPUAdam, DeepSpeedCPULion, FusedLamb
 from deepspeed_ext.optim.schedules import WarmupLR
 
 STEPS = 4
 PRECISION = {"float32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
-
-
-def adam(params, **options):
-    """The one that steps where the processes compute."""
-    return (FusedAdam if home() == "cuda" else DeepSpeedCPUAdam)(params, **options)
 
 
 def config(stage, precision="float32", steps=1, offload="none", **more):
@@ -256,7 +251,7 @@ def optimizers_by_name(row, folder):
             scheduler={"type": "WarmupLR", "params": {"warmup_num_steps": 3}},
         ),
     )
-    assert type(optimizer) is (ON_GPU.get(cls, cls) if home() == "cuda" else cls)
+    assert type(optimizer) is at_home(cls)
     assert isinstance(scheduler, WarmupLR)
     assert wanted.items() <= optimizer.param_groups[0].items()
     assert engine.get_lr() == [0.0]
@@ -268,7 +263,6 @@ def optimizers_by_name(row, folder):
     assert not all(map(torch.equal, before, after))
 
 
-ON_GPU = {DeepSpeedCPUAdam: FusedAdam, DeepSpeedCPULion: FusedLion}
 NAMES = {
     "adam": ("Adam", {"lr": 1e-2}, DeepSpeedCPUAdam, {"decoupled_weight_decay": True}),
     "coupled": (
@@ -314,7 +308,7 @@ def theirs(row, folder):
         assert engine._stepping.scaler.get_scale() == 64
         for name, param in engine.module.named_parameters():
             if name in run.groups[0]:
-                assert torch.equal(whole(param).cpu(), run.groups[0][name]["fp32"])
+                assert torch.equal(whole(param), run.groups[0][name]["fp32"])
         engine.backward(loss_of(engine, 0))
         engine.step()
     no_scale, *_ = deepspeed_ext.initialize(model=Net(seed=1), config=config(1))

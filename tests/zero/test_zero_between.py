@@ -10,7 +10,7 @@ from processes import Case
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Partial
-from zero_cases import Net, assert_close, loss_of, whole
+from zero_cases import Net, assert_close, home, loss_of, whole
 
 from deepspeed_ext import zero
 
@@ -60,7 +60,7 @@ def pairs(row):
     """Each stage; replicas, whose sums over shards wait for the others; sums of another dtype."""
     mesh = None
     if row == "replicas":
-        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "shards"))
+        mesh = init_device_mesh(home(), (2, 2), mesh_dim_names=("replicas", "shards"))
     for stage in (2, 3) if mesh else range(4):
         yield lambda stage=stage: Pair(
             stage, mesh, reduce_dtype=torch.float64 if row == "double" else None

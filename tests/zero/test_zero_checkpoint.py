@@ -12,11 +12,10 @@ import torch.distributed.checkpoint as dcp
 from process_groups import with_long
 from processes import Case
 from torch import nn
-from zero_cases import FORMATS, Net, assert_close, loss_of, whole
+from zero_cases import FORMATS, Net, adam, assert_close, loss_of, mesh_at_home, whole
 
 from deepspeed_ext import io, zero
 from deepspeed_ext.offload import OffloadOptimizer
-from deepspeed_ext.optim import DeepSpeedCPUAdam
 from deepspeed_ext.optim.formats import MASTER
 from deepspeed_ext.zero.checkpoint import saving
 from deepspeed_ext.zero.checkpoint.storage import Writer
@@ -34,7 +33,7 @@ def training(stage, tier="device", name="float32", seed=0):
     ]
     if tier == "host":
         return model, OffloadOptimizer(groups, model=model, **OPTIONS, **options)
-    return model, DeepSpeedCPUAdam(groups, **OPTIONS, **options)
+    return model, adam(groups, **OPTIONS, **options)
 
 
 def train(model, optimizer, steps, first=0):
@@ -46,14 +45,14 @@ def train(model, optimizer, steps, first=0):
 
 
 def contents(model, optimizer):
-    """Weights, and state by name, whole, in the dtype that they have in a checkpoint."""
+    """Copies of weights, and of state by name, whole, in the dtype that a checkpoint has."""
     packed = optimizer.state_dict()
     names = {p: n for n, p in model.named_parameters()}
     params = [p for group in optimizer.param_groups for p in group["params"]]
-    found = {name: whole(p).clone() for name, p in model.named_parameters()}
+    found = {name: whole(p).clone().cpu() for name, p in model.named_parameters()}
     for number, entry in packed["state"].items():
         for key, value in entry.items():
-            found[f"{names[params[number]]}.{key}"] = whole(value).clone()
+            found[f"{names[params[number]]}.{key}"] = whole(value).clone().cpu()
     return found
 
 
@@ -259,10 +258,10 @@ def replaces(row, folder):
 
 def replicas(row, folder):
     """What several processes have is written once, and read by all."""
-    mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (2, 2), mesh_dim_names=("r", "s"))
+    mesh = mesh_at_home((2, 2), ("r", "s"))
     for stage in (0, 3):
         model = zero.shard(Net(), stage, mesh=mesh)
-        optimizer = DeepSpeedCPUAdam(model.parameters(), **OPTIONS)
+        optimizer = adam(model.parameters(), **OPTIONS)
         train(model, optimizer, 1)
         home = folder / f"replicas{stage}"
         zero.save(home, "a", model, optimizer)
@@ -274,7 +273,7 @@ def replicas(row, folder):
             pairs = zip(expected.values(), is_state, strict=True)
             assert found == sum(t.nbytes for t, state in pairs if state == wants_state)
         model = zero.shard(Net(seed=2), 3 - stage, mesh=mesh)
-        optimizer = DeepSpeedCPUAdam(model.parameters(), **OPTIONS)
+        optimizer = adam(model.parameters(), **OPTIONS)
         zero.load(home, "a", model, optimizer)
         for key, value in contents(model, optimizer).items():
             assert torch.equal(value, expected[key]), key
@@ -284,7 +283,7 @@ def replicas(row, folder):
 def for_users_of_dcp(row, folder):
     """Any state dict, by torch's own functions."""
     path = folder / "dcp"
-    mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (dist.get_world_size(),))
+    mesh = mesh_at_home((dist.get_world_size(),))
     torch.manual_seed(1)
     plain = torch.randn(5, 3)
     distribute = torch.distributed.tensor.distribute_tensor
@@ -332,11 +331,11 @@ def consolidates(row, folder):
         model, optimizer = training(3, "host", name)
         train(model, optimizer, 2)
         zero.save(home, "a", model, optimizer)
-        weights = {n: whole(p).float() for n, p in model.named_parameters()}
+        weights = {n: whole(p).float().cpu() for n, p in model.named_parameters()}
         if name == "bfloat16":
             for n, p in model.named_parameters():
                 if MASTER in optimizer.state.get(p, {}):
-                    weights[n] = whole(optimizer.state[p][MASTER])
+                    weights[n] = whole(optimizer.state[p][MASTER]).cpu()
         if dist.get_rank() == 0:
             command = [sys.executable, "-m", "deepspeed_ext.zero", "consolidate", home, out]
             done = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -361,7 +360,7 @@ def consolidates(row, folder):
         for key, param in model.named_parameters():
             assert param.dtype == torch.float32
             atol = 2.0**-8 if name == "remainder" else 0
-            assert_close(whole(param), weights[key].half().float(), key, rtol=0, atol=atol)
+            assert_close(whole(param).cpu(), weights[key].half().float(), key, rtol=0, atol=atol)
 
 
 def refusals(row, folder):
@@ -419,12 +418,12 @@ def refusals(row, folder):
     text = "zero.load: the checkpoint has 'blocks.2.gain', expected what the model has only..."
     refused(ValueError, text, zero.load, home, None, small)
     assert all(torch.equal(whole(p), before[n]) for n, p in stranger.named_parameters())
-    other = DeepSpeedCPUAdam(model.parameters())
+    other = adam(model.parameters())
     text = "zero.load: the checkpoint has 2 groups of parameters, expected 1 as the optimizer has"
     refused(ValueError, text, zero.load, home, "a", model, other)
     text = "zero.load: the checkpoint has ['step'] as client_state, expected 'scaler' among them"
     refused(ValueError, text, zero.load, home, "a", model, scaler=zero.LossScaler())
-    foreign = DeepSpeedCPUAdam([nn.Parameter(torch.ones(2))])
+    foreign = adam([nn.Parameter(torch.ones(2))])
     text = (
         "zero.save: optimizer has param_groups[0]['params'][0], which is no parameter of the model,"
         " expected parameters of the model only"

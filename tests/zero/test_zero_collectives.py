@@ -11,9 +11,9 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
+from zero_cases import adam, home
 
 from deepspeed_ext import zero
-from deepspeed_ext.optim import DeepSpeedCPUAdam
 
 WIDTH, LAYERS = 8, 3
 OF_BLOCK, OF_REST = WIDTH * WIDTH + WIDTH, 2 * WIDTH * WIDTH  # elements
@@ -94,10 +94,10 @@ def expected(stage, times, is_hybrid):
 def table(row, folder):
     mesh = None
     if row == "hybrid":
-        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replica", "shard"))
+        mesh = init_device_mesh(home(), (2, 2), mesh_dim_names=("replica", "shard"))
     for stage in range(4):
         model = zero.shard(Net(), stage, mesh=mesh)
-        optimizer = DeepSpeedCPUAdam(model.parameters())
+        optimizer = adam(model.parameters())
         one_step(model, optimizer, 1)
         for times in (1, 3):
             with counted() as (calls, elements):
@@ -127,7 +127,7 @@ def parts(row, folder):
     world = dist.get_world_size()
     for stage in range(4):
         model = zero.shard(Net(), stage)
-        optimizer = DeepSpeedCPUAdam(model.parameters())
+        optimizer = adam(model.parameters())
         model(torch.ones(2, WIDTH)).square().mean().backward()
         optimizer.step()
         kept = Counter()

@@ -11,11 +11,10 @@ import torch.distributed as dist
 from deepspeed_folder import Run
 from processes import Case
 from torch import Tensor, nn
-from zero_cases import FORMATS, Net, assert_close, loss_of, whole
+from zero_cases import FORMATS, Net, adam, assert_close, loss_of, whole
 
 from deepspeed_ext import zero
 from deepspeed_ext.offload import OffloadOptimizer
-from deepspeed_ext.optim import DeepSpeedCPUAdam
 
 OPTIONS = {"lr": 0.02, "weight_decay": 0.1, "eps": 1e-3}
 PARTS = 2  # of a batch, however many processes there are
@@ -89,7 +88,7 @@ def goes_on(row: str, folder: Path) -> None:
     mine = range(rank, PARTS, world)
     if row == "1":
         mistakes(home, rank)
-    kinds = torch.optim.AdamW, DeepSpeedCPUAdam, OffloadOptimizer
+    kinds = torch.optim.AdamW, adam, OffloadOptimizer
     for stage, source, kind in zip((3, 2, 1), ("theirs", "ours", "theirs"), kinds, strict=True):
         sharded = zero.shard(Net(seed=5), stage)
         more = {"model": sharded} if kind is OffloadOptimizer else {}
@@ -108,7 +107,7 @@ def goes_on(row: str, folder: Path) -> None:
 def mistakes(home: Path, rank: int) -> None:
     """All processes raise what is wrong in one, before the model has changed."""
     model = zero.shard(Net(seed=5), 2)
-    optimizer = DeepSpeedCPUAdam(groups_of(model), lr=1.0)
+    optimizer = adam(groups_of(model), lr=1.0)
     before = {name: whole(param).clone() for name, param in model.named_parameters()}
     with pytest.raises(ValueError, match=r"a \w+Reader for it, process . has a \w+Reader"):
         zero.load(home / ("ours" if rank else "theirs"), None, model, optimizer)
@@ -131,7 +130,7 @@ def comes_back(row: str, folder: Path) -> None:
 
     def made(seed: int) -> tuple[nn.Module, Any]:
         model = zero.shard(Net(seed).to(dtype), 2)
-        return model, DeepSpeedCPUAdam(groups_of(model), lr=0.02, **options)
+        return model, adam(groups_of(model), lr=0.02, **options)
 
     model, optimizer = made(0)
     for number in range(2):

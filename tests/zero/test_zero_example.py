@@ -18,7 +18,7 @@ from examples.text import standard_library
 from examples.train_gpt import Run, main
 
 SIZE = ["--steps", "6", "--context", "16", "--width", "32", "--layers", "2", "--batch-size", "4"]
-SIZE += ["--device", "cpu"]  # as the processes of a group
+SIZE += ["--device", "cpu"]  # where the groups are run, too
 
 
 def losses(folder):
@@ -59,9 +59,9 @@ def refuses(row, folder):
 
 @pytest.mark.long
 def test_a_run_goes_on_with_another_number_of_processes(groups, tmp_path):
-    groups.run(Case(2, "starts", ""))
-    groups.run(Case(1, "goes_on", "1"))
-    groups.run(Case(2, "refuses", ""))
+    groups.run(Case(2, "starts", ""), "cpu")
+    groups.run(Case(1, "goes_on", "1"), "cpu")
+    groups.run(Case(2, "refuses", ""), "cpu")
     assert main([*SIZE, "--offload", "cpu", "--out", str(tmp_path)]) == 0
     assert losses(groups.folder("cpu") / "run") == pytest.approx(losses(tmp_path), rel=1e-5)
 
@@ -70,8 +70,8 @@ def test_a_run_goes_on_with_another_number_of_processes(groups, tmp_path):
 def test_a_run_with_experts_goes_on_with_another_number_of_processes(groups, tmp_path):
     """Losses differ by a little more: each process balances the load of its own examples."""
     experts = "--experts 4 --top-k 2"
-    groups.run(Case(2, "starts", experts))
-    groups.run(Case(1, "goes_on", "1"))
+    groups.run(Case(2, "starts", experts), "cpu")
+    groups.run(Case(1, "goes_on", "1"), "cpu")
     assert main([*SIZE, *experts.split(), "--offload", "cpu", "--out", str(tmp_path)]) == 0
     assert losses(groups.folder("cpu") / "run") == pytest.approx(losses(tmp_path), rel=1e-3)
     one, other = (

@@ -16,11 +16,10 @@ import torch.distributed.checkpoint as dcp
 import warm_python
 from processes import Case
 from torch.distributed.checkpoint.api import CheckpointException
-from zero_cases import Net, loss_of, whole
+from zero_cases import Net, adam, loss_of, whole
 
 from deepspeed_ext import zero
 from deepspeed_ext.io.checkpoint.new_file import NewFile
-from deepspeed_ext.optim import DeepSpeedCPUAdam
 from deepspeed_ext.zero.checkpoint import data_file, plain_values, storage
 from deepspeed_ext.zero.checkpoint.manifest import BadManifest, decode
 from deepspeed_ext.zero.checkpoint.storage import MANIFEST
@@ -28,7 +27,7 @@ from deepspeed_ext.zero.checkpoint.storage import MANIFEST
 
 def trained():
     model = zero.shard(Net(), 3)
-    optimizer = DeepSpeedCPUAdam(model.parameters())
+    optimizer = adam(model.parameters())
     loss_of(model, 0).backward()
     optimizer.step()
     optimizer.zero_grad()
@@ -240,6 +239,7 @@ def test_processes(case, groups):
 
 def test_a_process_that_dies_ends_the_others(groups):
     """At once, by what torch says of the connection."""
+    groups.need_gloo()
     with pytest.raises(AssertionError) as caught:
         groups.run(Case(2, "dies", ""))
     text = str(caught.value)

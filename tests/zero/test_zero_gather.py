@@ -11,7 +11,7 @@ from processes import Case
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
-from zero_cases import Net, assert_close, loss_of, whole
+from zero_cases import Net, assert_close, home, loss_of, whole
 
 from deepspeed_ext import zero
 
@@ -20,7 +20,7 @@ def gathers(row, folder):
     world = dist.get_world_size()
     mesh = None
     if row == "hybrid":
-        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replica", "shard"))
+        mesh = init_device_mesh(home(), (2, 2), mesh_dim_names=("replica", "shard"))
     for stage in (0, 3):
         model, plain = zero.shard(Net(), stage, mesh=mesh), Net()
         shards = dict(model.named_parameters())

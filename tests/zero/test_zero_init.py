@@ -8,10 +8,9 @@ import torch.distributed as dist
 from processes import Case
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from zero_cases import Net, loss_of, whole
+from zero_cases import Net, adam, home, loss_of, whole
 
 from deepspeed_ext import io, zero
-from deepspeed_ext.optim import DeepSpeedCPUAdam
 
 
 class Odd(nn.Module):
@@ -75,7 +74,7 @@ def seeds(row, folder):
         plain = Odd(seed=5)
         assert_same_model(model, plain)
         assert model.head.weight is model.embedding.weight
-        trained = DeepSpeedCPUAdam(model.parameters())
+        trained = adam(model.parameters())
         model.train()(torch.ones(2, 3, dtype=torch.long)).square().mean().backward()
         trained.step()
         assert model.embedding.weight.grad is not None
@@ -96,7 +95,7 @@ def no_process_group_needed(row, folder):
 
 def layouts(row, folder):
     """Replicas of shards, and rows that not every process has."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replica", "shard"))
+    mesh = init_device_mesh(home(), (2, 2), mesh_dim_names=("replica", "shard"))
     gain = lambda module: hasattr(module, "gain") and module.gain.fill_(1)  # noqa: E731
     with zero.Init(seed=3, init=gain) as init:
         model = Net(seed=3)

@@ -12,11 +12,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
-from zero_cases import FORMATS, Net, assert_close, home, loss_of, whole
+from zero_cases import FORMATS, Net, adam, assert_close, home, loss_of, whole
 
 from deepspeed_ext import zero
 from deepspeed_ext.offload import OffloadOptimizer
-from deepspeed_ext.optim import DeepSpeedCPUAdam, FusedAdam
 
 # A large eps keeps the rounding of small gradients, which differs with the order of sums, small.
 OPTIONS = {"lr": 0.02, "weight_decay": 0.1, "eps": 1e-3}
@@ -27,10 +26,10 @@ STEPS = {"short": 3, "long": 20}
 class Twin:
     """The same training in DDP, with the same class of optimizer, unsharded."""
 
-    def __init__(self, make=None, options=OPTIONS, dtype=torch.float32):
+    def __init__(self, make=adam, options=OPTIONS, dtype=torch.float32):
         self.model = Net().to(home(), dtype)
         self.wrapped = DistributedDataParallel(self.model, find_unused_parameters=True)
-        self.optimizer = (make or adam())(self.model.parameters(), **options)
+        self.optimizer = make(self.model.parameters(), **options)
 
     def step(self, number, times, clips):
         for i in range(times):
@@ -45,11 +44,7 @@ class Twin:
 def optimizer_of(model, kind):
     if kind == "offload":
         return OffloadOptimizer(model.parameters(), model=model, **OPTIONS)
-    return adam()(model.parameters(), **OPTIONS)
-
-
-def adam():
-    return FusedAdam if home() == "cuda" else DeepSpeedCPUAdam
+    return adam(model.parameters(), **OPTIONS)
 
 
 def step(model, optimizer, kind, number, times, clips):
@@ -97,10 +92,10 @@ def optimizers(row, folder):
     kinds = [
         (name, kind.make, kind.options, torch.float32, kind.elementwise)
         for name, kind in ROWS.items()
-        if kind.device == "cpu"
+        if kind.device == home() and "sharded" in kind.ways
     ]
     kinds += [
-        (name, DeepSpeedCPUAdam, OPTIONS | options, dtype, True)
+        (name, adam, OPTIONS | options, dtype, True)
         for name, (dtype, options) in FORMATS.items()
         if name != "codes"  # have scales for the blocks of a process
     ]
@@ -114,12 +109,15 @@ def optimizers(row, folder):
         for (key, ours), theirs in zip(
             model.named_parameters(), twin.model.parameters(), strict=True
         ):
-            assert_close(whole(ours), theirs.detach(), f"{key}, {name}", exact)
+            is_exact = exact and home() == "cpu"
+            # A gradient in bfloat16 may be off by its last bit; weights have moved by up to 0.06.
+            low = {"rtol": 0, "atol": 0.02} if dtype == torch.bfloat16 else {}
+            assert_close(whole(ours), theirs.detach(), f"{key}, {name}", is_exact, **low)
 
 
 def hybrid(row, folder):
     """Replicas of shards, two by two."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replica", "shard"))
+    mesh = init_device_mesh(home(), (2, 2), mesh_dim_names=("replica", "shard"))
     for stage in (0, 1, 2, 3):
         twin, model = Twin(), Net()
         zero.shard(model, stage, mesh=mesh)
@@ -139,7 +137,7 @@ def mixed_precision(row, folder):
         model, plain = Net(), Net()
         zero.shard(model, stage, param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
         optimizer = optimizer_of(model, "plain")
-        other = DeepSpeedCPUAdam(plain.parameters(), **OPTIONS)
+        other = adam(plain.parameters(), **OPTIONS)
         for number in range(4):
             step(model, optimizer, "plain", number, 2, False)
             emulated_step(plain, other, number, 2)

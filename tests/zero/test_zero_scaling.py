@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from processes import Case
 from torch import nn
-from zero_cases import Net, assert_close, loss_of, whole
+from zero_cases import Net, adam, assert_close, loss_of, whole
 
 from deepspeed_ext import zero
 from deepspeed_ext.offload import OffloadOptimizer
@@ -311,7 +311,7 @@ def trains(row, folder):
         elif kind == "torch":
             made = torch.optim.AdamW(model.parameters(), lr=1e-2)
         else:
-            made = DeepSpeedCPUAdam(model.parameters(), **OPTIONS)
+            made = adam(model.parameters(), **OPTIONS)
         optimizers.append(made)
     scaler = zero.LossScaler(2.0**12, growth_interval=2, hysteresis=1)
     for number in range(8):
@@ -350,7 +350,7 @@ def float16(row, folder):
     for stage in (1, 3):
         model = zero.shard(Net(), stage, param_dtype=torch.float16)
         plain = zero.shard(Net(), stage)
-        optimizers = [DeepSpeedCPUAdam(m.parameters(), **OPTIONS) for m in (model, plain)]
+        optimizers = [adam(m.parameters(), **OPTIONS) for m in (model, plain)]
         scaler = zero.LossScaler(2.0**24, hysteresis=1)  # too large: float16 ends at 2**16
         stepped = 0
         while stepped < 4:

@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
-from zero_cases import Block, Net, assert_close, loss_of, whole
+from zero_cases import Block, Net, assert_close, home, loss_of, whole
 
 from deepspeed_ext import zero
 from deepspeed_ext.zero.blocks import blocks_of
@@ -46,7 +46,7 @@ def arguments(row, folder):
     refused(TypeError, text, zero.shard, Net(), 1, blocks="blocks.*")
     text = "zero.shard: blocks has 3, expected names or classes of modules in it"
     refused(TypeError, text, zero.shard, Net(), 1, blocks=[3])
-    mesh = init_device_mesh("cpu", (1, dist.get_world_size()))
+    mesh = init_device_mesh(home(), (1, dist.get_world_size()))
     text = (
         f"zero.shard: mesh has shape {[1, dist.get_world_size()]} and names None, expected one"
         " dimension, or two with names"
@@ -194,7 +194,7 @@ def disagreements(row, folder):
 
 def one_of_four_differs(row, folder):
     """All of a mesh are told, also those that agree with all that they compare with."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replica", "shard"))
+    mesh = init_device_mesh(home(), (2, 2), mesh_dim_names=("replica", "shard"))
     with pytest.raises(ValueError, match="expected the same model and options on all processes"):
         zero.shard(Net(), 1 + (dist.get_rank() == 3), mesh=mesh)
 

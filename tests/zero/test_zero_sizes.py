@@ -10,10 +10,10 @@ from processes import Case
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor, zeros
-from zero_cases import home
+from zero_cases import adam, home
 
 from deepspeed_ext import zero
-from deepspeed_ext.optim import DeepSpeedCPUAdam, FusedAdam
+from deepspeed_ext.optim import FusedAdam
 
 ROWS, COLUMNS = 1031, 2053  # 8.5 MB in float32: two blocks of 4 MiB and a bit
 
@@ -58,8 +58,7 @@ def resumes(row, folder):
         torch.manual_seed(seed)
         model = nn.Sequential(nn.Linear(COLUMNS, ROWS), nn.Linear(ROWS, 5)).to(home())
         zero.shard(model, 3)
-        kind = FusedAdam if home() == "cuda" else DeepSpeedCPUAdam
-        return model, kind(model.parameters(), lr=0.01)
+        return model, adam(model.parameters(), lr=0.01)
 
     def train(model, optimizer, number):
         torch.manual_seed(number)

@@ -14,6 +14,7 @@ from zero_cases import whole
 
 import deepspeed_ext
 from deepspeed_ext.compat import zero as compat
+from deepspeed_ext.compat.engine import DeepSpeedEngine
 from deepspeed_ext.zero.rows import RowsParameter
 
 CONFIG = {
@@ -50,7 +51,10 @@ def module(name, **members):
 
 @contextlib.contextmanager
 def stage_3():
-    """What of DeepSpeed transformers imports, and a config of stage 3 in the process."""
+    """What of DeepSpeed transformers imports, and a config of stage 3 in the process.
+
+    Accelerate imports a class of engines, too, where a deepspeed is installed.
+    """
     from transformers.integrations import deepspeed as integration
 
     accelerator = types.SimpleNamespace(current_device_name=lambda: "cpu")
@@ -62,13 +66,14 @@ def stage_3():
     runtime_zero = module("deepspeed.runtime.zero", partition_parameters=partition)
     zero = types.SimpleNamespace(Init=Asked, GatheredParameters=compat.GatheredParameters)
     modules = [
-        module("deepspeed", zero=zero, comm=dist),
+        module("deepspeed", zero=zero, comm=dist, DeepSpeedEngine=DeepSpeedEngine),
         module("deepspeed.accelerator", get_accelerator=lambda: accelerator),
         module("deepspeed.runtime", zero=runtime_zero),
         runtime_zero,
         partition,
     ]
     held = Stage3()
+    there = {n: m for n, m in sys.modules.items() if n.partition(".")[0] == "deepspeed"}
     sys.modules.update({each.__name__: each for each in modules})
     integration.set_hf_deepspeed_config(held)  # which keeps a weak reference
     try:
@@ -78,6 +83,7 @@ def stage_3():
         integration.unset_hf_deepspeed_config()
         for each in modules:
             del sys.modules[each.__name__]
+        sys.modules.update(there)
 
 
 def small(tied):
@@ -144,7 +150,7 @@ def loads(row, folder):
     rows = resized.model.embed_tokens.weight.detach().clone()
     dist.broadcast(rows, 0)
     assert torch.equal(resized.model.embed_tokens.weight, rows)
-    assert torch.equal(rows[:37].cpu(), plain.model.embed_tokens.weight)
+    assert torch.equal(rows[:37].cpu(), plain.model.embed_tokens.weight.cpu())
     assert resized.lm_head.weight.shape == (41, 16)
     engines = [deepspeed_ext.initialize(model=each, config=CONFIG)[0] for each in (model, plain)]
     tokens = torch.arange(1, 9, device=engines[0].device)[None] + rank

@@ -3,7 +3,18 @@
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
 from torch.nn.functional import cross_entropy
+
+from deepspeed_ext.optim import (
+    DeepSpeedCPUAdagrad,
+    DeepSpeedCPUAdam,
+    DeepSpeedCPULion,
+    FusedAdagrad,
+    FusedAdam,
+    FusedLion,
+)
 
 FORMATS = {  # dtype of weights, and options of optimizers
     "float32": (torch.float32, {}),
@@ -11,6 +22,11 @@ FORMATS = {  # dtype of weights, and options of optimizers
     "remainder": (torch.bfloat16, {"state_dtype": torch.float32, "master": "remainder"}),
     "codes": (torch.bfloat16, {"state_dtype": torch.uint8, "master": "float32"}),
     "low": (torch.bfloat16, {}),
+}
+ON_GPU = {  # which steps parameters there, by what steps them on the CPU
+    DeepSpeedCPUAdagrad: FusedAdagrad,
+    DeepSpeedCPUAdam: FusedAdam,
+    DeepSpeedCPULion: FusedLion,
 }
 VOCABULARY = 11
 WIDTH = 6
@@ -55,6 +71,21 @@ def home():
     return "cuda" if "nccl" in dist.get_backend_config() else "cpu"
 
 
+def at_home(kind):
+    """The class of optimizers that steps parameters where the processes of this group compute."""
+    return ON_GPU.get(kind, kind) if home() == "cuda" else kind
+
+
+def adam(params, **options):
+    """That of the processes of this group."""
+    return at_home(DeepSpeedCPUAdam)(params, **options)
+
+
+def mesh_at_home(shape, names=None):
+    """A mesh of the processes of this group."""
+    return init_device_mesh(home(), shape, mesh_dim_names=names)
+
+
 def batch(number: int, rank: int | None = None):
     """Tokens and targets of one process, the same each time."""
     rank = dist.get_rank() if rank is None else rank
@@ -68,9 +99,11 @@ def loss_of(model, number: int, rank: int | None = None):
 
 
 def whole(tensor):
-    """The whole of a DTensor: a collective call."""
+    """The whole of a DTensor, where its mesh computes: a collective call."""
     tensor = tensor.detach()
-    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+    if not isinstance(tensor, DTensor):
+        return tensor
+    return tensor.to(tensor.device_mesh.device_type).full_tensor()
 
 
 def assert_close(ours, theirs, what, exact=False, **tolerance):

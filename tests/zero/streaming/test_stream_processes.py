@@ -14,11 +14,18 @@ from deepspeed_ext.offload import OffloadOptimizer
 
 
 def data_parallel(row, folder):
-    """Gradients are those that DistributedDataParallel has reduced, without and with no_sync."""
+    """Gradients are those that DistributedDataParallel has reduced, without and with no_sync.
+
+    It takes no parameters on two kinds of devices: a streamed model, on the CPU alone.
+    """
     kept = Model()
     streamed = copy.deepcopy(kept)
     place = {"device": "nvme", "nvme_path": folder} if row == "nvme" else {}
     streams = zero.stream(streamed, **place)
+    if home() == "cuda":
+        with pytest.raises(ValueError, match="must be on the same type of devices"):
+            nn.parallel.DistributedDataParallel(streamed)
+        return
     made = []
     for model in (kept.to(home()), streamed):
         wrapped = nn.parallel.DistributedDataParallel(model)
