@@ -78,11 +78,11 @@ class Alone(Sharding):
 
     def settle(self) -> None:
         """Drop nothing."""
-        self._has_failed = False
+        self._has_failed, self._settled = False, self._backward
 
     def forget(self) -> None:
         """Drop all gradients."""
-        self._has_failed = False
+        self.settle()
         self.model.zero_grad()
 
     def after_backward(self) -> None:
@@ -90,16 +90,19 @@ class Alone(Sharding):
         if self._loop is not None:
             self._loop.last_backward = self._loop.at
 
-    def fail(self) -> None:
-        """Take note that an error has ended a backward."""
-        self._has_failed = True
+    def fail(self, number: int) -> None:
+        """Take note that an error has ended a backward, of this number.
+
+        The thread of a GPU may say so late, when what it left is dropped and others have begun.
+        """
+        self._has_failed = self._has_failed or number > self._settled
 
     def in_backward(self) -> None:
         """Begin a backward, if it has not begun, and have it known how it ends."""
         number = current_backward()
         if number != self._backward:
             self._backward = number
-            queue_callback(_Backward(self.after_backward, self.fail))
+            queue_callback(_Backward(self.after_backward, partial(self.fail, number)))
 
 
 def _nothing() -> None:

@@ -90,6 +90,7 @@ class Sharding:
         self._marks: dict[Any, Marks] = {}  # of groups that had gradients between micro-steps
         self._summed: dict[Any, set[int]] = {}  # ids of shards in sums that replicas wait with
         self._backward = -1  # the number of the last backward
+        self._settled = -1  # of the last one of which an error does not count any more
         self._stopped = ""  # what an error has ended, if other processes were not asked yet
         self._known: dict[str, int] | None = None  # ids of parameters by name
         self.saving: Any = None  # a checkpoint that is under way
@@ -323,6 +324,7 @@ class Sharding:
             return
         self._end_left_loop()
         self._settle()
+        self._settled = self._backward
         must_gather = self._must_gather()
         known = {name: id(p) for name, p in self.model.named_parameters(remove_duplicate=False)}
         know_dtypes(self.model)
@@ -391,7 +393,12 @@ class Sharding:
         if number != self._backward:
             self._backward = number
             self._collect_marks()
-            queue_callback(Backward(partial(show_shards, self.model)))
+            queue_callback(Backward(partial(self._show_after_error, number)))
+
+    def _show_after_error(self, number: int) -> None:
+        """Show shards after that backward, unless a forward has come: a GPU's thread is late."""
+        if number > self._settled:
+            show_shards(self.model)
 
     def _settle(self) -> None:
         """See that nothing is left of a forward or backward that an error has ended.

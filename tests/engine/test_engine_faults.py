@@ -15,6 +15,8 @@ from zero_cases import Net, loss_of, whole
 
 import deepspeed_ext
 from deepspeed_ext.optim import DeepSpeedCPUAdam
+from deepspeed_ext.torch_internals.dispatch import queue_callback
+from deepspeed_ext.zero import alone, sharding
 
 
 def made(stage=2, steps=1, seed=0, **more):
@@ -336,6 +338,40 @@ def test_mistakes_are_found_before_the_model_is_sharded(given, text) -> None:
     with pytest.raises(ValueError, match=text):
         deepspeed_ext.initialize(model=model, config=given)
     assert type(model) is nn.Linear and not dist.is_initialized()
+
+
+@pytest.mark.parametrize(("stage", "teller"), [(2, alone), (3, sharding)])
+def test_an_error_that_ended_a_backward_is_told_late(stage, teller, monkeypatch) -> None:
+    """As by the thread of a GPU: the micro-steps that came since are whole, and stay."""
+    held = []
+
+    def hold(call):
+        held.append(call)
+        queue_callback(call)
+
+    def fail_in_backward(module, inputs, output):
+        output.register_hook(lambda _: 1 / 0)
+
+    engines = [made(stage, 2), made(stage, 2)]
+    for engine, is_late in zip(engines, (True, False), strict=True):
+        train(engine, 0, 1, 2)
+        with monkeypatch.context() as patch:
+            patch.setattr(teller, "queue_callback", hold)
+            fails = engine.module.embedding.register_forward_hook(fail_in_backward)
+            loss = loss_of(engine, 3)
+            fails.remove()
+            with pytest.raises(ZeroDivisionError):
+                engine.backward(loss)
+        if not is_late:
+            held.clear()
+        engine.backward(loss_of(engine, 4))
+        engine.step()
+        loss = loss_of(engine, 5)
+        held.clear()
+        engine.backward(loss)
+        engine.step()
+        train(engine, 6, 7)
+    assert_same(*engines)
 
 
 def test_a_client_that_cannot_be_offloaded() -> None:

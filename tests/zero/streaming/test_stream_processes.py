@@ -21,7 +21,7 @@ def data_parallel(row, folder):
     kept = Model()
     streamed = copy.deepcopy(kept)
     place = {"device": "nvme", "nvme_path": folder} if row == "nvme" else {}
-    streams = zero.stream(streamed, **place)
+    streams = zero.stream(streamed, to=home(), **place)
     if home() == "cuda":
         with pytest.raises(ValueError, match="must be on the same type of devices"):
             nn.parallel.DistributedDataParallel(streamed)
