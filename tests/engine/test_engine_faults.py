@@ -372,6 +372,8 @@ def test_an_error_that_ended_a_backward_is_told_late(stage, teller, monkeypatch)
         engine.step()
         train(engine, 6, 7)
     assert_same(*engines)
+    for engine in engines:
+        engine.destroy()
 
 
 def test_a_client_that_cannot_be_offloaded() -> None:
