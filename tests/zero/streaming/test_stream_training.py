@@ -162,6 +162,28 @@ def test_it_is_stepped_ahead_beside_a_process_group_of_one(device):
         dist.destroy_process_group()
 
 
+def test_a_forward_right_before_a_step_has_the_old_weights(device, rest):
+    """Its copies are behind all that the device has to do, and the step may be soon done."""
+    streamed, kept, _ = pair(device, rest=rest)
+    found = []
+    for model in (streamed, kept):
+        with offload.OffloadOptimizer(
+            model.parameters(), model=model, lr=1e-2, free_grads=True
+        ) as optimizer:
+            for step in range(4):
+                loss_of(model, some_ids(device, step)).backward()
+                await_speculation(optimizer)
+                if device == "cuda":
+                    torch.cuda.synchronize()
+                    torch.cuda._sleep(200_000_000)
+                found.append(loss_of(model, some_ids(device, 9)).detach())
+                optimizer.step()
+                optimizer.zero_grad()
+    losses = [loss.item() for loss in found]
+    assert losses[:4] == losses[4:]
+    assert_equal_models(streamed, kept)
+
+
 @pytest.mark.parametrize("max_norm", [None, 0.5])
 @pytest.mark.parametrize("form", ["compact", "masters"])
 def test_writes_past_version_counters_where_all_weights_rest(form, max_norm, device):
