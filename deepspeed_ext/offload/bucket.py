@@ -194,7 +194,6 @@ class HostBucket:
         """Take a step; weights go back as soon as nobody needs the old ones any more."""
         arrival.check()
         self.await_returned()
-        self._await_readers(after)
         self.count_unseen_writes()
         self.bucket.refresh_master_weights()
         counts = self.bucket.buffers[STEP][0]
@@ -220,7 +219,6 @@ class HostBucket:
     def adopt(self, shadow: HostBuffers, after: Event | None) -> None:
         """Make what a speculative step has written the state, and send its weights."""
         self.await_returned()
-        self._await_readers(after)
         self.bucket.refresh_master_weights()
         # Without the version counter, which goes on with the parameter.
         weights = [copy.data for copy in self._copies()]
@@ -274,11 +272,6 @@ class HostBucket:
         """Wait for the weights that were sent: only then may their host memory be written."""
         if self._sent is not None:
             self._sent[0].synchronize()
-
-    def _await_readers(self, after: Event | None) -> None:
-        """Wait until the device has read weights at rest that it was given before this event."""
-        if after is not None and self.is_at_rest():
-            after.synchronize()
 
     def _send(self, copies: list[Copy], after: Event | None) -> None:
         copies = [copy for copy in copies if are_apart(*copy)]  # those that are streamed are home
