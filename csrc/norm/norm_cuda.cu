@@ -2,6 +2,10 @@
 #include "common/cuda/chain.cuh"
 #include "norm/norm_layout_cuda.cuh"
 #include "norm/norm_long_cuda.cuh"
+#include "norm/norm_ring_cuda.cuh"
+
+#include <cstdlib>
+#include <cstring>
 
 namespace dsx {
 namespace {
@@ -41,23 +45,41 @@ struct WeightAndBias {
       bias = cuda::fetch(norm.bias.even_row<W>(0), i, count, aligned);
     }
   }
+
+  // Where they are held, the compiler would hold them as floats, of which there are too many.
+  __device__ void stay() {
+    stay(weight);
+    stay(bias);
+  }
+
+ private:
+  __device__ static void stay(RowVector<W>& vector) {
+#pragma unroll
+    for (uint4& w : vector.words) asm volatile("" : "+r"(w.x), "+r"(w.y), "+r"(w.z), "+r"(w.w));
+  }
 };
 
-// Normalizes a vector of the row, and stores it.
+// Normalizes a vector of the row.
 template <class Kind, class T, class W>
-__device__ inline void put_result(const Norm& norm, const RowMoments<Kind>& found, Pointer<T> out,
-                                  int64_t i, int count, bool aligned, const RowVector<T>& vector,
-                                  const WeightAndBias<W>& vectors) {
+__device__ inline RowFloats result_of(const Norm& norm, const RowMoments<Kind>& found,
+                                      const RowVector<T>& vector,
+                                      const WeightAndBias<W>& vectors) {
   RowFloats weight(1.0f);
   if (norm.weight.is_present()) {
     weight = floats_of(vectors.weight);
     if (norm.weight_offset != 0) weight = weight + RowFloats(norm.weight_offset);
   }
   const RowFloats value = found.standardized_of(floats_of(vector));
-  const RowFloats result = norm.bias.is_present()
-                               ? normalized(value, weight, floats_of(vectors.bias))
-                               : normalized(value, weight);
-  cuda::put<cuda::Stored::streamed>(out, i, count, aligned, result);
+  return norm.bias.is_present() ? normalized(value, weight, floats_of(vectors.bias))
+                                : normalized(value, weight);
+}
+// And stores it.
+template <class Kind, class T, class W>
+__device__ inline void put_result(const Norm& norm, const RowMoments<Kind>& found, Pointer<T> out,
+                                  int64_t i, int count, bool aligned, const RowVector<T>& vector,
+                                  const WeightAndBias<W>& vectors) {
+  cuda::put<cuda::Stored::streamed>(out, i, count, aligned,
+                                    result_of<Kind>(norm, found, vector, vectors));
 }
 
 // Rows in registers. W is the storage type of the vectors; kOfSum: there is a residual. A
@@ -208,6 +230,106 @@ __global__ void __launch_bounds__(cuda::kLongTeam, 1)
   }
 }
 
+// Long rows that pass through the ring of a cluster. The threads of a block always have the same
+// columns, and so keep the vectors: all in registers.
+template <class Kind, class W, int kParts, bool kByEngine>
+__global__ void __launch_bounds__(cuda::kMostRingThreads, 1)
+    ring_kernel(const __grid_constant__ Norm norm, float inverse_n,
+                const __grid_constant__ cuda::RingShape shape) {
+  using T = BFloat16;
+  using Team = cuda::RingTeam<T, 1>;
+  constexpr bool kHoldsVectors = kParts * sizeof(W) <= 4;
+  extern __shared__ __align__(128) uint4 ring_slots[];
+  __shared__ cuda::RingMemory memory;
+  const cuda::RowRing<T, 1> ring(shape, kParts, memory, ring_slots);
+  ring.begin();
+  if (ring.moves()) {
+    return ring.move(
+        norm.rows,
+        [&](int64_t row) { return cuda::RowOfEach<T, 1>{{norm.x.row<T>(row)}}; },
+        [&](int64_t row) {
+      return kByEngine ? norm.out.even_row<T>(row) : Pointer<T>{nullptr};
+    });
+  }
+  WeightAndBias<W> held[kHoldsVectors ? kParts : 1][cuda::kVectorsOfPart];
+  if constexpr (kHoldsVectors) {
+#pragma unroll
+    for (int p = 0; p < kParts; ++p) {
+#pragma unroll
+      for (int v = 0; v < cuda::kVectorsOfPart; ++v) {
+        const int i = (v * ring.threads + int(threadIdx.x)) * cuda::kRowVector;
+        if (p < ring.parts && i < ring.count(p)) {
+          held[p][v].fetch(norm, ring.column(p) + i, cuda::kRowVector, true);
+        }
+      }
+    }
+  }
+  const Team team(ring);
+  cuda::Moments<Kind, Team, T, false> moments(team, nullptr);
+#pragma unroll 1
+  for (auto place = ring.first(); place.row < norm.rows; ring.advance(place, ring.parts)) {
+    const cuda::RingRow<T, 1> row{ring, place};
+    const float near = Kind::kCentered ? row.near() : 0.0f;
+    moments.put(row, near, NoGrads{});
+    const RowMoments<Kind> found = moments.find(row, near, inverse_n, norm.eps, NoGrads{});
+    const Pointer<T> out = norm.out.even_row<T>(place.row);
+#pragma unroll
+    for (int p = 0; p < kParts; ++p) {
+      if (p >= ring.parts) continue;
+      const auto part = row.part(p);
+#pragma unroll
+      for (int v = 0; v < cuda::kVectorsOfPart; ++v) {
+        const int i = (v * ring.threads + int(threadIdx.x)) * cuda::kRowVector;
+        if (i >= ring.count(p)) continue;
+        WeightAndBias<W> vectors;
+        if constexpr (kHoldsVectors) {
+          held[p][v].stay();
+          vectors = held[p][v];
+        } else {
+          vectors.fetch(norm, ring.column(p) + i, cuda::kRowVector, true);
+        }
+        const RowVector<T> result = cuda::packed_for(
+            out, result_of<Kind>(norm, found, ring.vector(part.place.slot, 0, i), vectors));
+        if constexpr (kByEngine) {
+          ring.set(part.place.slot, i, result);
+        } else {
+          cuda::put_vector<cuda::Stored::streamed>(out, ring.column(p) + i, result);
+        }
+      }
+      ring.finish(part.place);
+    }
+  }
+}
+
+template <class Kind, class W, int kParts, bool kByEngine>
+bool launch_ring(const Norm& norm, cudaStream_t queue) {
+  const auto kernel = ring_kernel<Kind, W, kParts, kByEngine>;
+  const auto ring =
+      cuda::ring_of<BFloat16, 1>(kernel, kParts, norm.rows, norm.length, Kind::kOp);
+  if (!ring) return false;
+  cuda::launch_kernel(kernel, ring->launch, queue, Kind::kOp, norm, 1.0f / float(norm.length),
+                      ring->shape);
+  return true;
+}
+
+// TRIAL: which way, of the environment.
+inline const char* trial() {
+  const char* found = std::getenv("DSX_ROWS_TRIAL");
+  return found == nullptr ? "2e" : found;
+}
+
+template <class Kind>
+bool run_ring(const Norm& norm, bool same, cudaStream_t queue) {
+  const std::string way = trial();
+  if (norm.residual.is_present()) return false;
+  if (!same) return launch_ring<Kind, float, 1, true>(norm, queue);
+  if (way == "1e") return launch_ring<Kind, BFloat16, 1, true>(norm, queue);
+  if (way == "4e") return launch_ring<Kind, BFloat16, 4, true>(norm, queue);
+  if (way == "1d") return launch_ring<Kind, BFloat16, 1, false>(norm, queue);
+  if (way == "2d") return launch_ring<Kind, BFloat16, 2, false>(norm, queue);
+  return launch_ring<Kind, BFloat16, 2, true>(norm, queue);
+}
+
 // Calls body(storage of rows, storage of vectors), of which the latter are floats or the same.
 template <class Body>
 void with_storage_types(Dtype rows, bool same, const Body& body) {
@@ -270,11 +392,21 @@ void norm_cuda(const Norm& norm, void* stream) {
   const cudaStream_t queue = cudaStream_t(stream);
   cuda::check(cudaPeekAtLastError(), op);  // of somebody before
   const auto vectors = {norm.weight, norm.bias, norm.x_bias};
-  const Layout layout(norm.rows, norm.length, {norm.x, norm.residual, norm.sum, norm.out}, vectors);
+  const bool in_parts =
+      cuda::is_in_parts(norm.length, norm.x.dtype) && std::strcmp(trial(), "old") != 0;
+  const Layout layout(norm.rows, norm.length, {norm.x, norm.residual, norm.sum, norm.out}, vectors,
+                      in_parts);
   // Of the kinds of vectors, those that people train with have kernels.
   const bool same = Layout::are_of(vectors, layout.dtype);
   bool is_done = false;
   const bool can_hold = layout.whole && (same || Layout::are_of(vectors, Dtype::float32));
+  if (in_parts) {
+    if (can_hold && run_ring<Kind>(norm, same, queue)) return;
+    reading_kernel<Kind, RowTeam<RowLength::in_parts>>
+        <<<unsigned(layout.blocks), layout.block, 0, queue>>>(norm, 1.0f / float(norm.length),
+                                                              layout.team, layout.aligned);
+    return cuda::check(cudaGetLastError(), op);
+  }
   cuda::with_row_length(norm.length, [&](auto team) {
     using Team = typename decltype(team)::type;
     if (can_hold) {

@@ -46,6 +46,7 @@ struct RowTeam {
   static constexpr RowLength kLength = kLength_;
   static constexpr bool kShort = kLength == RowLength::is_short;
   static constexpr bool kParts = false;                       // others have parts of the row
+  static constexpr bool kRing = false;
   static constexpr int kVectors = kShort ? 1 : kHeldVectors;  // of a thread, but of long rows
   static constexpr int kMostThreads = kLength == RowLength::is_long ? kLongTeam : kMostOfTeam;
 
@@ -225,6 +226,27 @@ struct LaneSum {
   __device__ float total() const { return lanes[0] + lanes[1]; }
 };
 
+// Each sum over so many lanes; a lane gets sum number lane % kSums: neighbours add up different ones.
+__device__ inline float exchanged(float a, float b, bool second, int distance) {
+  return (second ? b : a) + __shfl_xor_sync(~0u, second ? a : b, distance);
+}
+template <int kLanes, int kSums>
+__device__ inline float sums_over_lanes(const float (&sums)[kSums]) {
+  const int lane = int(threadIdx.x) % kWarp;
+  float sum = sums[0];
+  if constexpr (kSums == 2) sum = exchanged(sums[0], sums[1], lane & 1, 1);
+  if constexpr (kSums == 4) {
+    const float low = exchanged(sums[0], sums[1], lane & 1, 1);
+    const float high = exchanged(sums[2], sums[3], lane & 1, 1);
+    sum = exchanged(low, high, lane & 2, 2);
+  }
+#pragma unroll
+  for (int distance = kSums; distance < kLanes; distance *= 2) {
+    sum += __shfl_xor_sync(~0u, sum, distance);
+  }
+  return sum;
+}
+
 // Adds up 1, 2 or 4 numbers over the threads of a team. Each warp puts down its sums; behind a
 // barrier, every thread takes the totals. All threads of the warps of a team take part.
 template <class Team, int kSums>
@@ -266,30 +288,19 @@ class TeamReduction {
  private:
   static constexpr int kLanes = Team::kShort ? kWarp / 2 : kWarp;
 
-  // Sum number lane % kSums: lanes that are neighbours add up different ones.
   __device__ static float over_lanes(const float (&sums)[kSums]) {
-    const int lane = int(threadIdx.x) % kWarp;
-    float sum = sums[0];
-    if constexpr (kSums == 2) sum = exchanged(sums[0], sums[1], lane & 1, 1);
-    if constexpr (kSums == 4) {
-      const float low = exchanged(sums[0], sums[1], lane & 1, 1);
-      const float high = exchanged(sums[2], sums[3], lane & 1, 1);
-      sum = exchanged(low, high, lane & 2, 2);
-    }
-#pragma unroll
-    for (int distance = kSums; distance < kLanes; distance *= 2) {
-      sum += __shfl_xor_sync(~0u, sum, distance);
-    }
-    return sum;
-  }
-  __device__ static float exchanged(float a, float b, bool second, int distance) {
-    return (second ? b : a) + __shfl_xor_sync(~0u, second ? a : b, distance);
+    return sums_over_lanes<kLanes>(sums);
   }
 
   const Team& team_;
   float* memory_;
   float mine_ = 0;
   int buffer_ = 0;
+};
+
+template <class Team, int kSums>
+struct ReductionOf {
+  using type = TeamReduction<Team, kSums>;
 };
 
 // Finds the moments of one row after the other. What is normalized is the first tensor of a row;
@@ -368,12 +379,17 @@ class Moments {
   struct Sums {
     float sums[kSums];
   };
-  static constexpr bool kInParts = Team::kLength == RowLength::in_parts;
+  static constexpr bool kInParts = Team::kLength == RowLength::in_parts && !Team::kRing;
 
   // Puts down what sums_of says of a row; of a long one, part by part.
   template <class Row, class SumsOf>
   __device__ void put_parts(const Row& row, const SumsOf& sums_of) {
-    if constexpr (kInParts) {
+    if constexpr (Team::kRing) {
+#pragma unroll 1
+      for (int part = 0; part < row.parts(); ++part) {
+        reduction_.put(part, sums_of(row.part(part)).sums);
+      }
+    } else if constexpr (kInParts) {
       before_ = {};
       const int64_t elements = int64_t(row.team.threads) * kPartOfThread;
 #pragma unroll 1
@@ -426,7 +442,7 @@ class Moments {
     return inverse > most ? most : inverse;
   }
 
-  TeamReduction<Team, kSums> reduction_;
+  typename ReductionOf<Team, kSums>::type reduction_;
   Sums before_;  // of parts
 };
 

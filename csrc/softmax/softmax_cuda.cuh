@@ -133,8 +133,9 @@ __global__ void __launch_bounds__(Team::kMostThreads, kPlain ? 2 : 1)
   };
   RowFloats held[kHeld ? Team::kVectors : 1];
   float largest[kHeld ? Team::kVectors : 1] = {};
-  cuda::RowPowers powers;
-  reader.template read_first<kKept>(
+  cuda::RowPowers powers, all;  // of a part; of all of them
+  int part = 0;
+  reader.template read_parts<kKept>(
       [&](int v, Column i, int count, const RowFloats(&x)[1], bool is_read) {
     if (!is_read) return put(i, count, 0.0f);  // early, as it waits for nothing
     const RowFloats power = powers.add(scores.of(x[0], i, count));
@@ -142,26 +143,30 @@ __global__ void __launch_bounds__(Team::kMostThreads, kPlain ? 2 : 1)
       held[v] = power;
       largest[v] = powers.largest;
     }
+  }, [&] {
+    powers.template add_over_team<Team>(part);
+    if (part++ == 0) {
+      all = powers;
+    } else {
+      all.add(powers);
+    }
+    powers = {};
   });
-  cuda::RowPowers all = powers;
-  all.add_over_team<Team>();
   const float inverse = inverse_of(Floats<1>(all.sum)).lanes[0];
   const bool is_finite = inverse >= 0;  // otherwise a score is NaN or inf
   const auto put_power = [&](Column i, int count, const RowFloats& power, float relative_to) {
     put(i, count, power * RowFloats(cuda::RowPowers::factor(relative_to, all.largest) * inverse));
   };
   cuda::RowPowers again;
-  const auto put_again = [&](int, Column i, int count, const RowFloats(&x)[1], bool is_read) {
+  const auto put_again = [&](int v, Column i, int count, const RowFloats(&x)[1], bool is_read) {
+    if (v == 0) again = {};  // another part
     if (!is_read) return;
     const RowFloats score = scores.of(x[0], i, count);
     if (!is_finite) {
       put(i, count, select(score == RowFloats(-INFINITY), RowFloats(0.0f), RowFloats(inverse)));
-    } else if constexpr (Team::kOneIteration) {  // the same bits as of those that were held
+    } else {  // the same bits as of those that were held
       const RowFloats power = again.add(score);
       put_power(i, count, power, again.largest);
-    } else {
-      const RowFloats shift = cuda::RowPowers::shift(all.largest);
-      put(i, count, exp_of_negative(score - shift) * RowFloats(inverse));
     }
   };
   if constexpr (!kHeld) return reader.read_again(put_again);
@@ -176,7 +181,7 @@ template <bool kPlain>
 void launch_softmax(const Softmax& softmax, bool whole, void* stream) {
   constexpr const char* op = "softmax";
   const bool aligned = cuda::all_aligned({softmax.x, softmax.out});
-  cuda::with_looping_team<4>(softmax.rows, softmax.length, whole, softmax.x.dtype, op,
+  cuda::with_looping_team<4, true>(softmax.rows, softmax.length, whole, softmax.x.dtype, op,
                              [&](auto team, auto storage, const cuda::TeamLaunch& launch) {
     using T = decltype(storage);
     if constexpr (!kPlain || !std::is_same_v<T, Any>) {

@@ -1,0 +1,291 @@
+// Rows that pass through the shared memory of blocks that stay on their multiprocessors: a block, or
+// a cluster of blocks that have some parts of a row each, takes one row after the other. Parts
+// arrive by the copy engine of compute capability 9.0, become the result where they lie, and leave
+// by the engine; a part's memory then gets another one, a few rows further on. So that memory is
+// read and written all the time, whatever the threads that compute are waiting for.
+#pragma once
+
+#include <optional>
+
+#include "common/cuda/streamed_rows.cuh"
+
+namespace dsx::cuda {
+
+// Threads that see to what the engine does: of each such warp one thread.
+constexpr int kMovingWarps = 2;
+constexpr int kMostRingThreads = kPartThreads + kMovingWarps * kWarp;
+constexpr int kMostSlots = 8;
+
+// How rows lie in the ring. A slot has one part of a row of each tensor.
+struct RingShape {
+  int64_t length;
+  int part;    // elements of each part but the last
+  int parts;   // of a row
+  int slots;   // of the ring
+  int blocks;  // of a cluster
+};
+
+// Begins to copy bytes of shared memory, of which threads have shown what they wrote to it.
+__device__ inline void store_piece(void* far, const void* near, int bytes, uint64_t policy) {
+#if __CUDA_ARCH__ >= 900
+  asm volatile(
+      "cp.async.bulk.global.shared::cta.bulk_group.L2::cache_hint [%0], [%1], %2, %3;" ::"l"(far),
+      "r"(shared_address(near)), "r"(bytes), "l"(policy)
+      : "memory");
+#endif
+}
+// Until all that this thread has begun to store has been read.
+__device__ inline void wait_until_read() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("cp.async.bulk.commit_group;" ::: "memory");
+  asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
+#endif
+}
+// So that the engine sees what this thread wrote to shared memory.
+__device__ inline void show_to_engine() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+#endif
+}
+
+// What a block has in shared memory besides the slots.
+struct RingMemory {
+  static constexpr int kMostSums = 4;
+  Barrier arrived[kMostSlots], finished[kMostSlots];
+  Barrier told[2];                             // sums of all parts
+  uint4 firsts[kMostSlots];                    // 16 bytes of the beginning of the row
+  float sums[2][kMostParts][kMostSums];        // of all parts
+  float of_warps[2][4][kPartThreads / kWarp * kMostSums];  // of the parts of this block
+};
+
+// A row of each tensor.
+template <class T, int kTensors>
+struct RowOfEach {
+  Pointer<T> tensors[kTensors];
+};
+
+template <class T, int kTensors>
+class RowRing {
+ public:
+  const RingShape shape;
+  const int threads;  // that compute
+  const int rank, first_part, parts;  // of this block
+
+  __device__ RowRing(const RingShape& of, int parts_of_block, RingMemory& memory, void* slots)
+      : shape(of),
+        threads(int(blockDim.x) - kMovingWarps * kWarp),
+        rank(of.blocks > 1 ? int(rank_in_cluster()) : 0),
+        first_part(rank * parts_of_block),
+        parts(::min(parts_of_block, of.parts - first_part)),
+        memory_(memory),
+        slots_(static_cast<T*>(slots)) {}
+
+  // All threads of the block call it first.
+  __device__ void begin() const {
+    if (threadIdx.x == 0) {
+      for (int slot = 0; slot < shape.slots; ++slot) {
+        begin_barrier(&memory_.arrived[slot], 1);
+        begin_barrier(&memory_.finished[slot], threads / kWarp);
+      }
+      for (Barrier& each : memory_.told) begin_barrier(&each, 1);
+      show_barriers();
+    }
+    cluster_barrier(shape.blocks);
+  }
+
+  __device__ bool moves() const { return int(threadIdx.x) >= threads; }
+
+  // Where one part after the other is.
+  struct Place {
+    int64_t row;
+    int part = 0, slot = 0, phase = 0;
+  };
+  __device__ Place first() const { return {int64_t(blockIdx.x) / shape.blocks}; }
+  __device__ void advance(Place& place, int by) const {
+    place.slot += by;
+    if (place.slot >= shape.slots) {
+      place.slot -= shape.slots;
+      place.phase ^= 1;
+    }
+    place.part += by;
+    while (place.part >= parts) {
+      place.part -= parts;
+      place.row += gridDim.x / unsigned(shape.blocks);
+    }
+  }
+
+  __device__ int64_t column(int part) const { return int64_t(first_part + part) * shape.part; }
+  __device__ int count(int part) const {
+    return int(::min(int64_t(shape.part), shape.length - column(part)));
+  }
+  __device__ T* slot(int number, int tensor) const {
+    return slots_ + (number * kTensors + tensor) * shape.part;
+  }
+
+  // The threads of moving warps call it. rows_at(row): its RowOfEach;
+  // result_at(row): where the first tensor's slot goes to, null where threads store it.
+  template <class RowsAt, class ResultAt>
+  __device__ void move(int64_t rows, const RowsAt& rows_at, const ResultAt& result_at) const {
+    const int mover = (int(threadIdx.x) - threads) / kWarp;
+    if (int(threadIdx.x) % kWarp > 0) return;
+    const uint64_t policy = read_once();
+    const auto load = [&](const Place& place) {
+      if (place.row >= rows) return;
+      const auto all = rows_at(place.row);
+      const int bytes = count(place.part) * int(sizeof(T));
+      Barrier* const barrier = &memory_.arrived[place.slot];
+      const bool has_first = place.part == 0;
+      arrive_expecting(barrier, kTensors * bytes + (has_first ? 16 : 0));
+      if (has_first) fetch_piece(&memory_.firsts[place.slot], all.tensors[0].address, 16, barrier, policy);
+#pragma unroll
+      for (int t = 0; t < kTensors; ++t) {
+        fetch_piece(slot(place.slot, t), all.tensors[t].address + column(place.part), bytes, barrier,
+                    policy);
+      }
+    };
+    Place next = first();
+    advance(next, mover);
+    for (; next.phase == 0; advance(next, kMovingWarps)) load(next);
+    Place place = first();
+    advance(place, mover);
+    for (; place.row < rows; advance(place, kMovingWarps)) {
+      wait_for(&memory_.finished[place.slot], place.phase);
+      const Pointer<T> result = result_at(place.row);
+      if (result) {
+        store_piece(result.address + column(place.part), slot(place.slot, 0),
+                    count(place.part) * int(sizeof(T)), policy);
+        wait_until_read();
+      }
+      Place again = place;
+      advance(again, shape.slots);
+      load(again);
+    }
+  }
+
+  __device__ void wait(const Place& place) const {
+    wait_for(&memory_.arrived[place.slot], place.phase);
+  }
+  // Threads that compute call it when they are through with a part.
+  __device__ void finish(const Place& place) const {
+    show_to_engine();
+    __syncwarp();
+    if (int(threadIdx.x) % kWarp == 0) arrive(&memory_.finished[place.slot]);
+  }
+
+  __device__ RowVector<T> vector(int slot_number, int tensor, int i) const {
+    RowVector<T> found;
+    const uint4* source = reinterpret_cast<const uint4*>(slot(slot_number, tensor) + i);
+#pragma unroll
+    for (int k = 0; k < found.kAccesses; ++k) found.words[k] = source[k];
+    return found;
+  }
+  __device__ void set(int slot_number, int i, const RowVector<T>& value) const {
+    uint4* target = reinterpret_cast<uint4*>(slot(slot_number, 0) + i);
+#pragma unroll
+    for (int k = 0; k < value.kAccesses; ++k) target[k] = value.words[k];
+  }
+  // That of the row whose first part of this block lies there.
+  __device__ RowVector<T> first_vector(const Place& place) const {
+    static_assert(sizeof(T) == 2);
+    return {{memory_.firsts[place.slot]}};
+  }
+
+  __device__ void barrier() const {
+    asm volatile("bar.sync 1, %0;" ::"r"(threads) : "memory");
+  }
+
+  __device__ RingMemory& memory() const { return memory_; }
+
+ private:
+  RingMemory& memory_;
+  T* const slots_;
+};
+
+// How the blocks of a cluster tell each other the sums of their parts. There are two buffers, one
+// after the other: nobody tells a sum of the next but one before all blocks have told those of the
+// next, which they do when their threads have read the former ones. No block ends before it has been
+// told everything that the others ever tell it.
+template <class Ring>
+class RingExchange {
+ public:
+  __device__ explicit RingExchange(const Ring& ring) : ring_(ring) {}
+
+  // Each warp puts down what it has of a part of this block.
+  __device__ float* of_warps(int part) const { return ring_.memory().of_warps[buffer_][part]; }
+
+  // One warp calls it for each part of this block: lane L has sum number L % kSums.
+  template <int kSums>
+  __device__ void tell(int part, float sum) const {
+    const int lane = int(threadIdx.x) % kWarp;
+    if (lane >= kSums * ring_.shape.blocks) return;
+    float* near = &ring_.memory().sums[buffer_][ring_.first_part + part][lane % kSums];
+#if __CUDA_ARCH__ >= 900
+    unsigned address = shared_address(near), barrier = shared_address(&told());
+    const unsigned rank = unsigned(lane) / kSums;
+    asm volatile("mapa.shared::cluster.u32 %0, %0, %1;" : "+r"(address) : "r"(rank));
+    asm volatile("mapa.shared::cluster.u32 %0, %0, %1;" : "+r"(barrier) : "r"(rank));
+    asm volatile(
+        "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.b32 [%0], %1, [%2];" ::"r"(
+            address),
+        "r"(__float_as_uint(sum)), "r"(barrier)
+        : "memory");
+#else
+    *near = sum;
+#endif
+  }
+  // The sums of all parts, [parts, kMostSums]: all threads that compute call it.
+  template <int kSums>
+  __device__ const float (*gather())[RingMemory::kMostSums] {
+    if (threadIdx.x == 0) {
+      arrive_expecting(&told(), ring_.shape.parts * kSums * int(sizeof(float)));
+    }
+    wait_for(&told(), phase_);
+    const auto found = ring_.memory().sums[buffer_];
+    phase_ ^= buffer_;
+    buffer_ ^= 1;
+    return found;
+  }
+
+ private:
+  __device__ Barrier& told() const { return ring_.memory().told[buffer_]; }
+
+  const Ring& ring_;
+  int buffer_ = 0, phase_ = 0;
+};
+
+struct RingLaunch {
+  Launch launch;
+  RingShape shape;
+};
+
+// For so many rows of this length; none if the device runs code of the kernel that has no copy
+// engine.
+template <class T, int kTensors, class... Parameters>
+std::optional<RingLaunch> ring_of(void (*kernel)(Parameters...), int parts_of_block, int64_t rows,
+                                  int64_t length, const char* op) {
+  if (parts_of(length) > kMostParts || !can_chain(kernel, op)) return {};
+  RingLaunch made;
+  RingShape& shape = made.shape;
+  shape.length = length;
+  shape.part = int(part_of(length));
+  shape.parts = int(parts_of(length));
+  shape.blocks = int(ceil_div(shape.parts, parts_of_block));
+  const int slot_bytes = kTensors * shape.part * int(sizeof(T));
+  cudaFuncAttributes attributes;
+  check(cudaFuncGetAttributes(&attributes, kernel), op);
+  int device = 0, most = 0;
+  check(cudaGetDevice(&device), op);
+  check(cudaDeviceGetAttribute(&most, cudaDevAttrMaxSharedMemoryPerBlockOptin, device), op);
+  const int free_bytes = most - int(attributes.sharedSizeBytes);
+  shape.slots = std::min(kMostSlots, free_bytes / slot_bytes);
+  if (shape.slots <= std::min(shape.parts, parts_of_block)) return {};
+  made.launch = {0, shape.part / kPartOfThread + kMovingWarps * kWarp,
+                 int64_t(shape.slots) * slot_bytes, shape.blocks, false};
+  allow_shared_memory(kernel, made.launch, op);
+  const int64_t clusters = std::min(rows, clusters_at_once(kernel, made.launch, op));
+  if (clusters == 0) return {};
+  made.launch.blocks = unsigned(clusters * shape.blocks);
+  return made;
+}
+
+}  // namespace dsx::cuda
