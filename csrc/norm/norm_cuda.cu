@@ -62,8 +62,7 @@ struct WeightAndBias {
 // Normalizes a vector of the row.
 template <class Kind, class T, class W>
 __device__ inline RowFloats result_of(const Norm& norm, const RowMoments<Kind>& found,
-                                      const RowVector<T>& vector,
-                                      const WeightAndBias<W>& vectors) {
+                                      const RowVector<T>& vector, const WeightAndBias<W>& vectors) {
   RowFloats weight(1.0f);
   if (norm.weight.is_present()) {
     weight = floats_of(vectors.weight);
@@ -244,12 +243,9 @@ __global__ void __launch_bounds__(cuda::kMostRingThreads, 1)
   const cuda::RowRing<T, 1> ring(shape, kParts, memory, ring_slots);
   ring.begin();
   if (ring.moves()) {
-    return ring.move(
-        norm.rows,
-        [&](int64_t row) { return cuda::RowOfEach<T, 1>{{norm.x.row<T>(row)}}; },
-        [&](int64_t row) {
-      return kByEngine ? norm.out.even_row<T>(row) : Pointer<T>{nullptr};
-    });
+    return ring.move(norm.rows, [&](int64_t row) {
+      return cuda::RowOfEach<T, 1>{{norm.x.row<T>(row)}};
+    }, [&](int64_t row) { return kByEngine ? norm.out.even_row<T>(row) : Pointer<T>{nullptr}; });
   }
   WeightAndBias<W> held[kHoldsVectors ? kParts : 1][cuda::kVectorsOfPart];
   if constexpr (kHoldsVectors) {
@@ -304,8 +300,7 @@ __global__ void __launch_bounds__(cuda::kMostRingThreads, 1)
 template <class Kind, class W, int kParts, bool kByEngine>
 bool launch_ring(const Norm& norm, cudaStream_t queue) {
   const auto kernel = ring_kernel<Kind, W, kParts, kByEngine>;
-  const auto ring =
-      cuda::ring_of<BFloat16, 1>(kernel, kParts, norm.rows, norm.length, Kind::kOp);
+  const auto ring = cuda::ring_of<BFloat16, 1>(kernel, kParts, norm.rows, norm.length, Kind::kOp);
   if (!ring) return false;
   cuda::launch_kernel(kernel, ring->launch, queue, Kind::kOp, norm, 1.0f / float(norm.length),
                       ring->shape);

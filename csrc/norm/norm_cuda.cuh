@@ -45,7 +45,7 @@ template <RowLength kLength_, bool kAlone = true>
 struct RowTeam {
   static constexpr RowLength kLength = kLength_;
   static constexpr bool kShort = kLength == RowLength::is_short;
-  static constexpr bool kParts = false;                       // others have parts of the row
+  static constexpr bool kParts = false;  // others have parts of the row
   static constexpr bool kRing = false;
   static constexpr int kVectors = kShort ? 1 : kHeldVectors;  // of a thread, but of long rows
   static constexpr int kMostThreads = kLength == RowLength::is_long ? kLongTeam : kMostOfTeam;
@@ -226,7 +226,8 @@ struct LaneSum {
   __device__ float total() const { return lanes[0] + lanes[1]; }
 };
 
-// Each sum over so many lanes; a lane gets sum number lane % kSums: neighbours add up different ones.
+// Each sum over so many lanes; a lane gets sum number lane % kSums: neighbours add up different
+// ones.
 __device__ inline float exchanged(float a, float b, bool second, int distance) {
   return (second ? b : a) + __shfl_xor_sync(~0u, second ? a : b, distance);
 }

@@ -6,7 +6,8 @@
 
 namespace dsx::cuda {
 
-// The threads of a cluster that compute take a row together. Sums of parts are added in their order.
+// The threads of a cluster that compute take a row together. Sums of parts are added in their
+// order.
 template <class T, int kTensors>
 struct RingTeam {
   using Ring = RowRing<T, kTensors>;

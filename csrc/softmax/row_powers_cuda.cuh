@@ -54,8 +54,8 @@ struct RowPowers {
     largest = larger;
   }
 
-  // Those of a team: every thread of the block calls it; `number` goes up by one each time, as there
-  // are two buffers, one after the other.
+  // Those of a team: every thread of the block calls it; `number` goes up by one each time, as
+  // there are two buffers, one after the other.
   template <class Team>
   __device__ void add_over_team(int number = 0) {
     add_over_lanes((Team::kShort ? 16 : kWarp) / 2);

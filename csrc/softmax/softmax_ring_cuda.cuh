@@ -1,5 +1,5 @@
-// softmax of long rows that pass through the ring of a cluster: of bfloat16, all of whose scores are
-// only scaled.
+// softmax of long rows that pass through the ring of a cluster: of bfloat16, all of whose scores
+// are only scaled.
 #pragma once
 
 #include "common/cuda/row_ring.cuh"
@@ -22,12 +22,9 @@ __global__ void __launch_bounds__(cuda::kMostRingThreads, 1)
   const cuda::RowRing<T, 1> ring(shape, kParts, memory, ring_slots);
   ring.begin();
   if (ring.moves()) {
-    return ring.move(
-        softmax.rows,
-        [&](int64_t row) { return cuda::RowOfEach<T, 1>{{softmax.x.row<T>(row)}}; },
-        [&](int64_t row) {
-      return kByEngine ? softmax.out.row<T>(row) : Pointer<T>{nullptr};
-    });
+    return ring.move(softmax.rows, [&](int64_t row) {
+      return cuda::RowOfEach<T, 1>{{softmax.x.row<T>(row)}};
+    }, [&](int64_t row) { return kByEngine ? softmax.out.row<T>(row) : Pointer<T>{nullptr}; });
   }
   const int lane = int(threadIdx.x) % cuda::kWarp, warp = int(threadIdx.x) / cuda::kWarp;
   const int warps = ring.threads / cuda::kWarp;

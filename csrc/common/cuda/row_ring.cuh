@@ -1,5 +1,5 @@
-// Rows that pass through the shared memory of blocks that stay on their multiprocessors: a block, or
-// a cluster of blocks that have some parts of a row each, takes one row after the other. Parts
+// Rows that pass through the shared memory of blocks that stay on their multiprocessors: a block,
+// or a cluster of blocks that have some parts of a row each, takes one row after the other. Parts
 // arrive by the copy engine of compute capability 9.0, become the result where they lie, and leave
 // by the engine; a part's memory then gets another one, a few rows further on. So that memory is
 // read and written all the time, whatever the threads that compute are waiting for.
@@ -49,12 +49,12 @@ __device__ inline void show_to_engine() {
 }
 
 // What a block has in shared memory besides the slots.
-struct RingMemory {
+struct alignas(128) RingMemory {
   static constexpr int kMostSums = 4;
   Barrier arrived[kMostSlots], finished[kMostSlots];
-  Barrier told[2];                             // sums of all parts
-  uint4 firsts[kMostSlots];                    // 16 bytes of the beginning of the row
-  float sums[2][kMostParts][kMostSums];        // of all parts
+  Barrier told[2];                                         // sums of all parts
+  uint4 firsts[kMostSlots];                                // 16 bytes of the beginning of the row
+  float sums[2][kMostParts][kMostSums];                    // of all parts
   float of_warps[2][4][kPartThreads / kWarp * kMostSums];  // of the parts of this block
 };
 
@@ -68,8 +68,9 @@ template <class T, int kTensors>
 class RowRing {
  public:
   const RingShape shape;
-  const int threads;  // that compute
+  const int threads;                  // that compute
   const int rank, first_part, parts;  // of this block
+  const unsigned step;                // from a row of a cluster to its next one
 
   __device__ RowRing(const RingShape& of, int parts_of_block, RingMemory& memory, void* slots)
       : shape(of),
@@ -77,6 +78,7 @@ class RowRing {
         rank(of.blocks > 1 ? int(rank_in_cluster()) : 0),
         first_part(rank * parts_of_block),
         parts(::min(parts_of_block, of.parts - first_part)),
+        step(gridDim.x / unsigned(of.blocks)),
         memory_(memory),
         slots_(static_cast<T*>(slots)) {}
 
@@ -110,7 +112,7 @@ class RowRing {
     place.part += by;
     while (place.part >= parts) {
       place.part -= parts;
-      place.row += gridDim.x / unsigned(shape.blocks);
+      place.row += step;
     }
   }
 
@@ -136,11 +138,12 @@ class RowRing {
       Barrier* const barrier = &memory_.arrived[place.slot];
       const bool has_first = place.part == 0;
       arrive_expecting(barrier, kTensors * bytes + (has_first ? 16 : 0));
-      if (has_first) fetch_piece(&memory_.firsts[place.slot], all.tensors[0].address, 16, barrier, policy);
+      if (has_first)
+        fetch_piece(&memory_.firsts[place.slot], all.tensors[0].address, 16, barrier, policy);
 #pragma unroll
       for (int t = 0; t < kTensors; ++t) {
-        fetch_piece(slot(place.slot, t), all.tensors[t].address + column(place.part), bytes, barrier,
-                    policy);
+        fetch_piece(slot(place.slot, t), all.tensors[t].address + column(place.part), bytes,
+                    barrier, policy);
       }
     };
     Place next = first();
@@ -190,9 +193,7 @@ class RowRing {
     return {{memory_.firsts[place.slot]}};
   }
 
-  __device__ void barrier() const {
-    asm volatile("bar.sync 1, %0;" ::"r"(threads) : "memory");
-  }
+  __device__ void barrier() const { asm volatile("bar.sync 1, %0;" ::"r"(threads) : "memory"); }
 
   __device__ RingMemory& memory() const { return memory_; }
 
@@ -203,8 +204,8 @@ class RowRing {
 
 // How the blocks of a cluster tell each other the sums of their parts. There are two buffers, one
 // after the other: nobody tells a sum of the next but one before all blocks have told those of the
-// next, which they do when their threads have read the former ones. No block ends before it has been
-// told everything that the others ever tell it.
+// next, which they do when their threads have read the former ones. No block ends before it has
+// been told everything that the others ever tell it.
 template <class Ring>
 class RingExchange {
  public:
@@ -234,20 +235,21 @@ class RingExchange {
 #endif
   }
   // The sums of all parts, [parts, kMostSums]: all threads that compute call it.
-  template <int kSums>
-  __device__ const float (*gather())[RingMemory::kMostSums] {
-    if (threadIdx.x == 0) {
-      arrive_expecting(&told(), ring_.shape.parts * kSums * int(sizeof(float)));
-    }
-    wait_for(&told(), phase_);
-    const auto found = ring_.memory().sums[buffer_];
-    phase_ ^= buffer_;
-    buffer_ ^= 1;
-    return found;
-  }
+ template <int kSums>
+ __device__ const float (*gather()) [RingMemory::kMostSums] {
+   if (threadIdx.x == 0) {
+     arrive_expecting(&told(), ring_.shape.parts * kSums * int(sizeof(float)));
+   }
+   wait_for(&told(), phase_);
+   const auto found = ring_.memory().sums[buffer_];
+   phase_ ^= buffer_;
+   buffer_ ^= 1;
+   return found;
+ }
 
- private:
-  __device__ Barrier& told() const { return ring_.memory().told[buffer_]; }
+ private : __device__ Barrier& told() const {
+    return ring_.memory().told[buffer_];
+  }
 
   const Ring& ring_;
   int buffer_ = 0, phase_ = 0;
@@ -271,12 +273,10 @@ std::optional<RingLaunch> ring_of(void (*kernel)(Parameters...), int parts_of_bl
   shape.parts = int(parts_of(length));
   shape.blocks = int(ceil_div(shape.parts, parts_of_block));
   const int slot_bytes = kTensors * shape.part * int(sizeof(T));
-  cudaFuncAttributes attributes;
-  check(cudaFuncGetAttributes(&attributes, kernel), op);
   int device = 0, most = 0;
   check(cudaGetDevice(&device), op);
   check(cudaDeviceGetAttribute(&most, cudaDevAttrMaxSharedMemoryPerBlockOptin, device), op);
-  const int free_bytes = most - int(attributes.sharedSizeBytes);
+  const int free_bytes = most - int(sizeof(RingMemory));
   shape.slots = std::min(kMostSlots, free_bytes / slot_bytes);
   if (shape.slots <= std::min(shape.parts, parts_of_block)) return {};
   made.launch = {0, shape.part / kPartOfThread + kMovingWarps * kWarp,
