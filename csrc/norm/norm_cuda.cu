@@ -231,13 +231,15 @@ __global__ void __launch_bounds__(cuda::kLongTeam, 1)
 
 // Long rows that pass through the ring of a cluster. The threads of a block always have the same
 // columns, and so keep the vectors: all in registers.
-template <class Kind, class W, int kParts, bool kByEngine>
+template <class Kind, class W, int kParts>
 __global__ void __launch_bounds__(cuda::kMostRingThreads, 1)
     ring_kernel(const __grid_constant__ Norm norm, float inverse_n,
                 const __grid_constant__ cuda::RingShape shape) {
   using T = BFloat16;
   using Team = cuda::RingTeam<T, 1>;
-  constexpr bool kHoldsVectors = kParts * sizeof(W) <= 4;
+  using Reduction = cuda::RingReduction<Team, 1 + Kind::kCentered>;
+  constexpr int kSums = 1 + Kind::kCentered;
+  constexpr bool kHoldsVectors = kParts * sizeof(W) * kSums <= 4;
   extern __shared__ __align__(128) uint4 ring_slots[];
   __shared__ cuda::RingMemory memory;
   const cuda::RowRing<T, 1> ring(shape, kParts, memory, ring_slots);
@@ -245,8 +247,17 @@ __global__ void __launch_bounds__(cuda::kMostRingThreads, 1)
   if (ring.moves()) {
     return ring.move(norm.rows, [&](int64_t row) {
       return cuda::RowOfEach<T, 1>{{norm.x.row<T>(row)}};
-    }, [&](int64_t row) { return kByEngine ? norm.out.even_row<T>(row) : Pointer<T>{nullptr}; });
+    }, [&](int64_t row) { return norm.out.even_row<T>(row); });
   }
+  if (ring.helps()) {
+    return cuda::tell_all<kSums>(ring, norm.rows, [&](const float* of_warps) {
+      return Reduction::part_sum(ring, of_warps);
+    }, [&](const auto& of_parts) {
+      return Reduction::total(ring, of_parts, int(threadIdx.x) % kSums);
+    });
+  }
+  Norm of_columns = norm;
+  if constexpr (!Kind::kCentered) of_columns.bias = {};  // which has no bias here
   WeightAndBias<W> held[kHoldsVectors ? kParts : 1][cuda::kVectorsOfPart];
   if constexpr (kHoldsVectors) {
 #pragma unroll
@@ -255,19 +266,26 @@ __global__ void __launch_bounds__(cuda::kMostRingThreads, 1)
       for (int v = 0; v < cuda::kVectorsOfPart; ++v) {
         const int i = (v * ring.threads + int(threadIdx.x)) * cuda::kRowVector;
         if (p < ring.parts && i < ring.count(p)) {
-          held[p][v].fetch(norm, ring.column(p) + i, cuda::kRowVector, true);
+          held[p][v].fetch(of_columns, ring.column(p) + i, cuda::kRowVector, true);
         }
       }
     }
   }
   const Team team(ring);
   cuda::Moments<Kind, Team, T, false> moments(team, nullptr);
+  auto place = ring.first(), next = place;
 #pragma unroll 1
-  for (auto place = ring.first(); place.row < norm.rows; ring.advance(place, ring.parts)) {
+  for (int ready = 0; place.row < norm.rows; ++ready) {
+    if (next.row < norm.rows) {
+      const cuda::RingRow<T, 1> row{ring, next};
+      moments.put(row, Kind::kCentered ? row.near() : 0.0f, NoGrads{});
+      ring.advance(next, ring.parts);
+    }
+    if (ready < shape.ahead) continue;
     const cuda::RingRow<T, 1> row{ring, place};
     const float near = Kind::kCentered ? row.near() : 0.0f;
-    moments.put(row, near, NoGrads{});
     const RowMoments<Kind> found = moments.find(row, near, inverse_n, norm.eps, NoGrads{});
+    team.again = false;
     const Pointer<T> out = norm.out.even_row<T>(place.row);
 #pragma unroll
     for (int p = 0; p < kParts; ++p) {
@@ -282,25 +300,24 @@ __global__ void __launch_bounds__(cuda::kMostRingThreads, 1)
           held[p][v].stay();
           vectors = held[p][v];
         } else {
-          vectors.fetch(norm, ring.column(p) + i, cuda::kRowVector, true);
+          vectors.fetch(of_columns, ring.column(p) + i, cuda::kRowVector, true);
         }
-        const RowVector<T> result = cuda::packed_for(
-            out, result_of<Kind>(norm, found, ring.vector(part.place.slot, 0, i), vectors));
-        if constexpr (kByEngine) {
-          ring.set(part.place.slot, i, result);
-        } else {
-          cuda::put_vector<cuda::Stored::streamed>(out, ring.column(p) + i, result);
-        }
+        ring.set(part.place.slot, i,
+                 cuda::packed_for(out, result_of<Kind>(of_columns, found,
+                                                       ring.vector(part.place.slot, 0, i),
+                                                       vectors)));
       }
       ring.finish(part.place);
     }
+    ring.advance(place, ring.parts);
   }
 }
 
-template <class Kind, class W, int kParts, bool kByEngine>
-bool launch_ring(const Norm& norm, cudaStream_t queue) {
-  const auto kernel = ring_kernel<Kind, W, kParts, kByEngine>;
-  const auto ring = cuda::ring_of<BFloat16, 1>(kernel, kParts, norm.rows, norm.length, Kind::kOp);
+template <class Kind, class W, int kParts>
+bool launch_ring(const Norm& norm, int ahead, cudaStream_t queue) {
+  const auto kernel = ring_kernel<Kind, W, kParts>;
+  const auto ring =
+      cuda::ring_of<BFloat16, 1>(kernel, kParts, ahead, norm.rows, norm.length, Kind::kOp);
   if (!ring) return false;
   cuda::launch_kernel(kernel, ring->launch, queue, Kind::kOp, norm, 1.0f / float(norm.length),
                       ring->shape);
@@ -310,19 +327,17 @@ bool launch_ring(const Norm& norm, cudaStream_t queue) {
 // TRIAL: which way, of the environment.
 inline const char* trial() {
   const char* found = std::getenv("DSX_ROWS_TRIAL");
-  return found == nullptr ? "2e" : found;
+  return found == nullptr ? "1p" : found;
 }
 
 template <class Kind>
 bool run_ring(const Norm& norm, bool same, cudaStream_t queue) {
   const std::string way = trial();
-  if (norm.residual.is_present()) return false;
-  if (!same) return launch_ring<Kind, float, 1, true>(norm, queue);
-  if (way == "1e") return launch_ring<Kind, BFloat16, 1, true>(norm, queue);
-  if (way == "4e") return launch_ring<Kind, BFloat16, 4, true>(norm, queue);
-  if (way == "1d") return launch_ring<Kind, BFloat16, 1, false>(norm, queue);
-  if (way == "2d") return launch_ring<Kind, BFloat16, 2, false>(norm, queue);
-  return launch_ring<Kind, BFloat16, 2, true>(norm, queue);
+  const int ahead = way == "1n" ? 0 : way == "1q" ? 2 : 1;
+  if (norm.residual.is_present() || (!Kind::kCentered && norm.bias.is_present())) return false;
+  if (!same) return launch_ring<Kind, float, 1>(norm, ahead, queue);
+  if (way == "2p") return launch_ring<Kind, BFloat16, 2>(norm, ahead, queue);
+  return launch_ring<Kind, BFloat16, 1>(norm, ahead, queue);
 }
 
 // Calls body(storage of rows, storage of vectors), of which the latter are floats or the same.

@@ -390,6 +390,7 @@ class Moments {
       for (int part = 0; part < row.parts(); ++part) {
         reduction_.put(part, sums_of(row.part(part)).sums);
       }
+      reduction_.end_row();
     } else if constexpr (kInParts) {
       before_ = {};
       const int64_t elements = int64_t(row.team.threads) * kPartOfThread;

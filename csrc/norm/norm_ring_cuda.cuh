@@ -7,7 +7,8 @@
 namespace dsx::cuda {
 
 // The threads of a cluster that compute take a row together. Sums of parts are added in their
-// order.
+// order. The first sums of some rows are put down before those of the first of them are taken; sums
+// that are taken once more for a row are put down and taken at once, in buffers of their own.
 template <class T, int kTensors>
 struct RingTeam {
   using Ring = RowRing<T, kTensors>;
@@ -15,9 +16,11 @@ struct RingTeam {
   static constexpr bool kShort = false, kRing = true;
 
   const Ring& ring;
-  mutable RingExchange<Ring> exchange;
+  mutable UsualTurn to_put = {}, to_take = {};
+  mutable AgainTurn once_more = {};
+  mutable bool again = false;  // the first sums of the row have been taken
 
-  __device__ explicit RingTeam(const Ring& of) : ring(of), exchange(of) {}
+  __device__ explicit RingTeam(const Ring& of) : ring(of) {}
 };
 
 template <class Team, int kSums>
@@ -27,30 +30,60 @@ class RingReduction {
 
   __device__ void put(int part, const float (&sums)[kSums]) const {
     const float mine = sums_over_lanes<kWarp>(sums);
-    if (lane() < kSums) team_.exchange.of_warps(part)[warp() * kSums + lane()] = mine;
+    const int buffer = team_.again ? team_.once_more.buffer : team_.to_put.buffer;
+    if (lane() < kSums) memory().of_warps[buffer][part][warp() * kSums + lane()] = mine;
+  }
+  // All parts of a row have been put.
+  __device__ void end_row() const {
+    if (team_.again) return;
+    show_sums(team_.ring, team_.to_put.buffer);
+    team_.to_put.advance();
   }
   __device__ void take(float (&sums)[kSums]) const {
+    if (!team_.again) {
+      const float* const totals = wait_for_totals(team_.ring, team_.to_take);
+#pragma unroll
+      for (int s = 0; s < kSums; ++s) sums[s] = totals[s];
+      team_.to_take.advance();
+      team_.again = true;
+      return;
+    }
+    // Two buffers are enough: whoever puts down sums number k + 2 has taken number k + 1, which
+    // each block told when its threads, at this barrier, had taken number k.
     team_.ring.barrier();
+    const int buffer = team_.once_more.buffer;
     for (int part = warp(); part < team_.ring.parts; part += team_.ring.threads / kWarp) {
-      const bool is_one = lane() < team_.ring.threads / kWarp;
-      const float* of_warps = team_.exchange.of_warps(part);
-#pragma unroll
-      for (int s = 0; s < kSums; ++s) sums[s] = is_one ? of_warps[lane() * kSums + s] : 0.0f;
-      team_.exchange.template tell<kSums>(part, sums_over_lanes<kWarp>(sums));
+      tell<kSums>(team_.ring, buffer, part, part_sum(team_.ring, memory().of_warps[buffer][part]));
     }
-    const auto all = team_.exchange.template gather<kSums>();
+    if (threadIdx.x == 0) expect_sums<kSums>(team_.ring, buffer);
+    wait_for(&memory().told[buffer], team_.once_more.phase);
 #pragma unroll
-    for (int s = 0; s < kSums; ++s) sums[s] = 0;
-    for (int part = 0; part < team_.ring.shape.parts; ++part) {
-#pragma unroll
-      for (int s = 0; s < kSums; ++s) sums[s] += all[part][s];
-    }
+    for (int s = 0; s < kSums; ++s) sums[s] = total(team_.ring, memory().sums[buffer], s);
+    team_.once_more.advance();
   }
   __device__ static bool any(bool is_so) { return is_so; }
+
+  // As tell_all wants them.
+  template <class Ring>
+  __device__ static float part_sum(const Ring& ring, const float* of_warps) {
+    const bool is_one = lane() < ring.threads / kWarp;
+    float sums[kSums];
+#pragma unroll
+    for (int s = 0; s < kSums; ++s) sums[s] = is_one ? of_warps[lane() * kSums + s] : 0.0f;
+    return sums_over_lanes<kWarp>(sums);
+  }
+  template <class Ring>
+  __device__ static float total(const Ring& ring, const float (*of_parts)[RingMemory::kMostSums],
+                                int number) {
+    float sum = 0;
+    for (int part = 0; part < ring.shape.parts; ++part) sum += of_parts[part][number];
+    return sum;
+  }
 
  private:
   __device__ static int lane() { return int(threadIdx.x) % kWarp; }
   __device__ static int warp() { return int(threadIdx.x) / kWarp; }
+  __device__ RingMemory& memory() const { return team_.ring.memory(); }
 
   const Team& team_;
 };

@@ -20,16 +20,14 @@ void softmax_cuda(const Softmax& softmax, void* stream) {
   const bool whole = cuda::are_whole({softmax.x, softmax.out}, softmax.length, softmax.x.dtype);
   if (!whole || !is_plain(softmax.scores)) return masked_softmax_cuda(softmax, whole, stream);
   const char* found = std::getenv("DSX_ROWS_TRIAL");  // TRIAL
-  const std::string way = found == nullptr ? "2e" : found;
+  const std::string way = found == nullptr ? "1p" : found;
   const bool sees_all = softmax.scores.before < 0 && softmax.scores.after < 0;
   if (way != "old" && sees_all && softmax.x.dtype == Dtype::bfloat16 &&
       cuda::parts_of(softmax.length) > 1) {
     const cudaStream_t queue = cudaStream_t(stream);
-    if (way == "1e" && run_ring<1, true, true>(softmax, queue)) return;
-    if (way == "1d" && run_ring<1, true, false>(softmax, queue)) return;
-    if (way == "2d" && run_ring<2, true, false>(softmax, queue)) return;
-    if (way == "2e" && run_ring<2, true, true>(softmax, queue)) return;
-    if (way == "2r" && run_ring<2, false, true>(softmax, queue)) return;
+    if (way == "1n" && run_ring<1, 0>(softmax, queue)) return;
+    if (way == "2p" && run_ring<2, 0>(softmax, queue)) return;
+    if ((way == "1p" || way == "1q") && run_ring<1, 1>(softmax, queue)) return;
   }
   launch_softmax<true>(softmax, whole, stream);
 }

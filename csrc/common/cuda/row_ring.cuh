@@ -11,10 +11,13 @@
 
 namespace dsx::cuda {
 
-// Threads that see to what the engine does: of each such warp one thread.
-constexpr int kMovingWarps = 2;
-constexpr int kMostRingThreads = kPartThreads + kMovingWarps * kWarp;
+// Warps that do not compute. Those that see to what the engine does, by one thread each; one that
+// adds up what the others put down; and one that finds totals. Fewer would not leave the others
+// more registers.
+constexpr int kMovingWarps = 2, kHelpingWarps = kMovingWarps + 2;
+constexpr int kMostRingThreads = kPartThreads + kHelpingWarps * kWarp;
 constexpr int kMostSlots = 8;
+constexpr int kMostAhead = 2;
 
 // How rows lie in the ring. A slot has one part of a row of each tensor.
 struct RingShape {
@@ -23,6 +26,7 @@ struct RingShape {
   int parts;   // of a row
   int slots;   // of the ring
   int blocks;  // of a cluster
+  int ahead;   // rows whose sums are begun before those of a row are waited for, up to kMostAhead
 };
 
 // Begins to copy bytes of shared memory, of which threads have shown what they wrote to it.
@@ -50,12 +54,16 @@ __device__ inline void show_to_engine() {
 
 // What a block has in shared memory besides the slots.
 struct alignas(128) RingMemory {
-  static constexpr int kMostSums = 4;
+  static constexpr int kMostSums = 2, kMostPartsOfBlock = 2;
+  static constexpr int kUsual = 2 * kMostAhead + 2, kAgain = 2, kBuffers = kUsual + kAgain;
   Barrier arrived[kMostSlots], finished[kMostSlots];
-  Barrier told[2];                                         // sums of all parts
-  uint4 firsts[kMostSlots];                                // 16 bytes of the beginning of the row
-  float sums[2][kMostParts][kMostSums];                    // of all parts
-  float of_warps[2][4][kPartThreads / kWarp * kMostSums];  // of the parts of this block
+  Barrier told[kBuffers];                       // sums of all parts have come
+  Barrier summed[kUsual];                       // of_warps is there
+  Barrier found[kUsual];                        // totals are there
+  uint4 firsts[kMostSlots];                     // 16 bytes of the beginning of the row
+  float sums[kBuffers][kMostParts][kMostSums];  // of all parts
+  float totals[kUsual][kMostSums];              // of the row
+  float of_warps[kBuffers][kMostPartsOfBlock][kPartThreads / kWarp * kMostSums];
 };
 
 // A row of each tensor.
@@ -74,7 +82,7 @@ class RowRing {
 
   __device__ RowRing(const RingShape& of, int parts_of_block, RingMemory& memory, void* slots)
       : shape(of),
-        threads(int(blockDim.x) - kMovingWarps * kWarp),
+        threads(int(blockDim.x) - kHelpingWarps * kWarp),
         rank(of.blocks > 1 ? int(rank_in_cluster()) : 0),
         first_part(rank * parts_of_block),
         parts(::min(parts_of_block, of.parts - first_part)),
@@ -89,13 +97,19 @@ class RowRing {
         begin_barrier(&memory_.arrived[slot], 1);
         begin_barrier(&memory_.finished[slot], threads / kWarp);
       }
-      for (Barrier& each : memory_.told) begin_barrier(&each, 1);
+      for (Barrier& each : memory_.told) begin_barrier(&each, shape.blocks > 1 ? 1 : parts);
+      for (Barrier& each : memory_.summed) begin_barrier(&each, threads / kWarp);
+      for (Barrier& each : memory_.found) begin_barrier(&each, 1);
       show_barriers();
     }
     cluster_barrier(shape.blocks);
   }
 
-  __device__ bool moves() const { return int(threadIdx.x) >= threads; }
+  // What this thread's warp does: it moves, or helps otherwise, or else computes.
+  __device__ bool helps() const { return int(threadIdx.x) >= threads; }
+  __device__ bool moves() const {
+    return helps() && int(threadIdx.x) < threads + kMovingWarps * kWarp;
+  }
 
   // Where one part after the other is.
   struct Place {
@@ -202,58 +216,103 @@ class RowRing {
   T* const slots_;
 };
 
-// How the blocks of a cluster tell each other the sums of their parts. There are two buffers, one
-// after the other: nobody tells a sum of the next but one before all blocks have told those of the
-// next, which they do when their threads have read the former ones. No block ends before it has
-// been told everything that the others ever tell it.
-template <class Ring>
-class RingExchange {
- public:
-  __device__ explicit RingExchange(const Ring& ring) : ring_(ring) {}
+// Buffers [first, first + count) that are used one after the other, again and again.
+template <int kFirst, int kCount>
+struct RingTurn {
+  int buffer = kFirst, phase = 0;
 
-  // Each warp puts down what it has of a part of this block.
-  __device__ float* of_warps(int part) const { return ring_.memory().of_warps[buffer_][part]; }
-
-  // One warp calls it for each part of this block: lane L has sum number L % kSums.
-  template <int kSums>
-  __device__ void tell(int part, float sum) const {
-    const int lane = int(threadIdx.x) % kWarp;
-    if (lane >= kSums * ring_.shape.blocks) return;
-    float* near = &ring_.memory().sums[buffer_][ring_.first_part + part][lane % kSums];
-#if __CUDA_ARCH__ >= 900
-    unsigned address = shared_address(near), barrier = shared_address(&told());
-    const unsigned rank = unsigned(lane) / kSums;
-    asm volatile("mapa.shared::cluster.u32 %0, %0, %1;" : "+r"(address) : "r"(rank));
-    asm volatile("mapa.shared::cluster.u32 %0, %0, %1;" : "+r"(barrier) : "r"(rank));
-    asm volatile(
-        "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.b32 [%0], %1, [%2];" ::"r"(
-            address),
-        "r"(__float_as_uint(sum)), "r"(barrier)
-        : "memory");
-#else
-    *near = sum;
-#endif
+  __device__ void advance() {
+    if (++buffer == kFirst + kCount) {
+      buffer = kFirst;
+      phase ^= 1;
+    }
   }
-  // The sums of all parts, [parts, kMostSums]: all threads that compute call it.
- template <int kSums>
- __device__ const float (*gather()) [RingMemory::kMostSums] {
-   if (threadIdx.x == 0) {
-     arrive_expecting(&told(), ring_.shape.parts * kSums * int(sizeof(float)));
-   }
-   wait_for(&told(), phase_);
-   const auto found = ring_.memory().sums[buffer_];
-   phase_ ^= buffer_;
-   buffer_ ^= 1;
-   return found;
- }
-
- private : __device__ Barrier& told() const {
-    return ring_.memory().told[buffer_];
-  }
-
-  const Ring& ring_;
-  int buffer_ = 0, phase_ = 0;
 };
+using UsualTurn = RingTurn<0, RingMemory::kUsual>;
+using AgainTurn = RingTurn<RingMemory::kUsual, RingMemory::kAgain>;
+
+// Number lane % kSums of the sums of a part of this block becomes known to all blocks of the
+// cluster. A warp calls it.
+template <int kSums, class Ring>
+__device__ inline void tell(const Ring& ring, int buffer, int part, float sum) {
+  const int lane = int(threadIdx.x) % kWarp;
+  RingMemory& memory = ring.memory();
+  float* const near = &memory.sums[buffer][ring.first_part + part][lane % kSums];
+  if (ring.shape.blocks == 1) {  // which is no cluster: a store that announces itself is illegal
+    if (lane < kSums) *near = sum;
+    __syncwarp();
+    if (lane == 0) arrive(&memory.told[buffer]);
+    return;
+  }
+  if (lane >= kSums * ring.shape.blocks) return;
+#if __CUDA_ARCH__ >= 900
+  unsigned address = shared_address(near), barrier = shared_address(&memory.told[buffer]);
+  const unsigned rank = unsigned(lane) / kSums;
+  asm volatile("mapa.shared::cluster.u32 %0, %0, %1;" : "+r"(address) : "r"(rank));
+  asm volatile("mapa.shared::cluster.u32 %0, %0, %1;" : "+r"(barrier) : "r"(rank));
+  asm volatile(
+      "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.b32 [%0], %1, [%2];" ::"r"(
+          address),
+      "r"(__float_as_uint(sum)), "r"(barrier)
+      : "memory");
+#endif
+}
+// One thread calls it for each time that all are told.
+template <int kSums, class Ring>
+__device__ inline void expect_sums(const Ring& ring, int buffer) {
+  if (ring.shape.blocks == 1) return;
+  arrive_expecting(&ring.memory().told[buffer], ring.shape.parts * kSums * int(sizeof(float)));
+}
+
+// What the warps do that neither compute nor move. One adds up what the warps of the block have put
+// down of a row, and tells it; the other one finds the totals when all blocks have told theirs.
+//
+// Why no buffer is written too early, with kUsual >= 2 * ahead + 2. A warp puts down row k + kUsual
+// after it has taken the totals of row k + kUsual - ahead - 1; so what was put down of row k has
+// been told, and each block has told row k + kUsual - ahead - 1. All warps of each block had put
+// that down then, and so had taken the totals of row k + kUsual - 2 * ahead - 2, which is k or a
+// later one: nobody reads the sums or totals of row k any more. For the same reason no barrier goes
+// through two phases before all have seen the first.
+//
+// part_sum(of_warps): lane L returns sum number L % kSums of a part. totals(of_parts): lane L
+// returns total number L % kSums.
+template <int kSums, class Ring, class PartSum, class Totals>
+__device__ void tell_all(const Ring& ring, int64_t rows, const PartSum& part_sum,
+                         const Totals& totals) {
+  RingMemory& memory = ring.memory();
+  const int lane = int(threadIdx.x) % kWarp;
+  const bool finds = int(threadIdx.x) >= ring.threads + (kMovingWarps + 1) * kWarp;
+  UsualTurn turn;
+#pragma unroll 1
+  for (int64_t row = ring.first().row; row < rows; row += ring.step, turn.advance()) {
+    if (finds) {
+      wait_together_for(&memory.told[turn.buffer], turn.phase);
+      const float total = totals(memory.sums[turn.buffer]);
+      if (lane < kSums) memory.totals[turn.buffer][lane] = total;
+      __syncwarp();
+      if (lane == 0) arrive(&memory.found[turn.buffer]);
+    } else {
+      wait_together_for(&memory.summed[turn.buffer], turn.phase);
+      if (lane == 0) expect_sums<kSums>(ring, turn.buffer);
+      for (int part = 0; part < ring.parts; ++part) {
+        tell<kSums>(ring, turn.buffer, part, part_sum(memory.of_warps[turn.buffer][part]));
+      }
+    }
+  }
+}
+
+// A warp that computes calls it when it has put down all that it has of a row.
+template <class Ring>
+__device__ inline void show_sums(const Ring& ring, int buffer) {
+  __syncwarp();
+  if (int(threadIdx.x) % kWarp == 0) arrive(&ring.memory().summed[buffer]);
+}
+// The totals of a row, [kMostSums].
+template <class Ring>
+__device__ inline const float* wait_for_totals(const Ring& ring, const UsualTurn& turn) {
+  wait_for(&ring.memory().found[turn.buffer], turn.phase);
+  return ring.memory().totals[turn.buffer];
+}
 
 struct RingLaunch {
   Launch launch;
@@ -263,8 +322,8 @@ struct RingLaunch {
 // For so many rows of this length; none if the device runs code of the kernel that has no copy
 // engine.
 template <class T, int kTensors, class... Parameters>
-std::optional<RingLaunch> ring_of(void (*kernel)(Parameters...), int parts_of_block, int64_t rows,
-                                  int64_t length, const char* op) {
+std::optional<RingLaunch> ring_of(void (*kernel)(Parameters...), int parts_of_block, int ahead,
+                                  int64_t rows, int64_t length, const char* op) {
   if (parts_of(length) > kMostParts || !can_chain(kernel, op)) return {};
   RingLaunch made;
   RingShape& shape = made.shape;
@@ -278,8 +337,10 @@ std::optional<RingLaunch> ring_of(void (*kernel)(Parameters...), int parts_of_bl
   check(cudaDeviceGetAttribute(&most, cudaDevAttrMaxSharedMemoryPerBlockOptin, device), op);
   const int free_bytes = most - int(sizeof(RingMemory));
   shape.slots = std::min(kMostSlots, free_bytes / slot_bytes);
-  if (shape.slots <= std::min(shape.parts, parts_of_block)) return {};
-  made.launch = {0, shape.part / kPartOfThread + kMovingWarps * kWarp,
+  // A slot more than are waited for, so that something is always on its way.
+  shape.ahead = std::min(ahead, (shape.slots - 1) / std::min(shape.parts, parts_of_block) - 1);
+  if (shape.ahead < 0) return {};
+  made.launch = {0, shape.part / kPartOfThread + kHelpingWarps * kWarp,
                  int64_t(shape.slots) * slot_bytes, shape.blocks, false};
   allow_shared_memory(kernel, made.launch, op);
   const int64_t clusters = std::min(rows, clusters_at_once(kernel, made.launch, op));
