@@ -27,7 +27,7 @@ void softmax_cuda(const Softmax& softmax, void* stream) {
     const cudaStream_t queue = cudaStream_t(stream);
     if (way == "1n" && run_ring<1, 0>(softmax, queue)) return;
     if (way == "2p" && run_ring<2, 0>(softmax, queue)) return;
-    if ((way == "1p" || way == "1q") && run_ring<1, 1>(softmax, queue)) return;
+    if ((way == "1p" || way == "1q" || way == "1h") && run_ring<1, 1>(softmax, queue)) return;
   }
   launch_softmax<true>(softmax, whole, stream);
 }

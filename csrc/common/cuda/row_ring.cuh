@@ -5,6 +5,7 @@
 // read and written all the time, whatever the threads that compute are waiting for.
 #pragma once
 
+#include <cstdlib>
 #include <optional>
 
 #include "common/cuda/streamed_rows.cuh"
@@ -27,7 +28,17 @@ struct RingShape {
   int slots;   // of the ring
   int blocks;  // of a cluster
   int ahead;   // rows whose sums are begun before those of a row are waited for, up to kMostAhead
+  bool copies, keeps;  // TRIAL: nothing is computed; what is stored is not evicted first
 };
+
+// TRIAL
+__device__ inline uint64_t usual_policy() {
+  uint64_t policy = 0;
+#if __CUDA_ARCH__ >= 900
+  asm("createpolicy.fractional.L2::evict_normal.b64 %0, 1.0;" : "=l"(policy));
+#endif
+  return policy;
+}
 
 // Begins to copy bytes of shared memory, of which threads have shown what they wrote to it.
 __device__ inline void store_piece(void* far, const void* near, int bytes, uint64_t policy) {
@@ -144,7 +155,7 @@ class RowRing {
   __device__ void move(int64_t rows, const RowsAt& rows_at, const ResultAt& result_at) const {
     const int mover = (int(threadIdx.x) - threads) / kWarp;
     if (int(threadIdx.x) % kWarp > 0) return;
-    const uint64_t policy = read_once();
+    const uint64_t policy = read_once(), kept = shape.keeps ? usual_policy() : policy;
     const auto load = [&](const Place& place) {
       if (place.row >= rows) return;
       const auto all = rows_at(place.row);
@@ -170,7 +181,7 @@ class RowRing {
       const Pointer<T> result = result_at(place.row);
       if (result) {
         store_piece(result.address + column(place.part), slot(place.slot, 0),
-                    count(place.part) * int(sizeof(T)), policy);
+                    count(place.part) * int(sizeof(T)), kept);
         wait_until_read();
       }
       Place again = place;
@@ -327,6 +338,9 @@ std::optional<RingLaunch> ring_of(void (*kernel)(Parameters...), int parts_of_bl
   if (parts_of(length) > kMostParts || !can_chain(kernel, op)) return {};
   RingLaunch made;
   RingShape& shape = made.shape;
+  const char* const way = std::getenv("DSX_ROWS_TRIAL");  // TRIAL
+  shape.copies = way != nullptr && way[0] == '0';
+  shape.keeps = way != nullptr && way[0] != 0 && way[1] == 'h';
   shape.length = length;
   shape.part = int(part_of(length));
   shape.parts = int(parts_of(length));
