@@ -4,9 +4,6 @@
 #include "norm/norm_long_cuda.cuh"
 #include "norm/norm_ring_cuda.cuh"
 
-#include <cstdlib>
-#include <cstring>
-
 namespace dsx {
 namespace {
 
@@ -59,7 +56,7 @@ struct WeightAndBias {
   }
 };
 
-// Normalizes a vector of the row.
+// A vector of the row, normalized.
 template <class Kind, class T, class W>
 __device__ inline RowFloats result_of(const Norm& norm, const RowMoments<Kind>& found,
                                       const RowVector<T>& vector, const WeightAndBias<W>& vectors) {
@@ -72,7 +69,7 @@ __device__ inline RowFloats result_of(const Norm& norm, const RowMoments<Kind>& 
   return norm.bias.is_present() ? normalized(value, weight, floats_of(vectors.bias))
                                 : normalized(value, weight);
 }
-// And stores it.
+// And stored.
 template <class Kind, class T, class W>
 __device__ inline void put_result(const Norm& norm, const RowMoments<Kind>& found, Pointer<T> out,
                                   int64_t i, int count, bool aligned, const RowVector<T>& vector,
@@ -229,124 +226,79 @@ __global__ void __launch_bounds__(cuda::kLongTeam, 1)
   }
 }
 
-// Long rows that pass through the ring of a cluster. The threads of a block always have the same
-// columns, and so keep the vectors: all in registers.
-template <class Kind, class W, int kParts>
+// Long rows that pass through a ring. The threads of a block always have the same columns, and so
+// hold their vectors in registers.
+template <class Kind>
 __global__ void __launch_bounds__(cuda::kMostRingThreads, 1)
     ring_kernel(const __grid_constant__ Norm norm, float inverse_n,
                 const __grid_constant__ cuda::RingShape shape) {
   using T = BFloat16;
-  using Team = cuda::RingTeam<T, 1>;
-  using Reduction = cuda::RingReduction<Team, 1 + Kind::kCentered>;
-  constexpr int kSums = 1 + Kind::kCentered;
-  constexpr bool kHoldsVectors = kParts * sizeof(W) * kSums <= 4;
   extern __shared__ __align__(128) uint4 ring_slots[];
   __shared__ cuda::RingMemory memory;
-  const cuda::RowRing<T, 1> ring(shape, kParts, memory, ring_slots);
+  const cuda::RowRing ring(shape, memory, ring_slots);
   ring.begin();
-  if (ring.moves()) {
-    return ring.move(norm.rows, [&](int64_t row) {
-      return cuda::RowOfEach<T, 1>{{norm.x.row<T>(row)}};
-    }, [&](int64_t row) { return norm.out.even_row<T>(row); });
-  }
-  if (shape.copies) {  // TRIAL
-    if (ring.helps()) return;
-#pragma unroll 1
-    for (auto place = ring.first(); place.row < norm.rows; ring.advance(place, 1)) {
-      ring.wait(place);
-      ring.finish(place);
-    }
-    return;
-  }
   if (ring.helps()) {
-    return cuda::tell_all<kSums>(ring, norm.rows, [&](const float* of_warps) {
-      return Reduction::part_sum(ring, of_warps);
-    }, [&](const auto& of_parts) {
-      return Reduction::total(ring, of_parts, int(threadIdx.x) % kSums);
-    });
+    return cuda::RingReduction<1 + Kind::kCentered>::help(ring, norm.x, norm.out);
   }
   Norm of_columns = norm;
-  if constexpr (!Kind::kCentered) of_columns.bias = {};  // which has no bias here
-  WeightAndBias<W> held[kHoldsVectors ? kParts : 1][cuda::kVectorsOfPart];
-  if constexpr (kHoldsVectors) {
-#pragma unroll
-    for (int p = 0; p < kParts; ++p) {
-#pragma unroll
-      for (int v = 0; v < cuda::kVectorsOfPart; ++v) {
-        const int i = (v * ring.threads + int(threadIdx.x)) * cuda::kRowVector;
-        if (p < ring.parts && i < ring.count(p)) {
-          held[p][v].fetch(of_columns, ring.column(p) + i, cuda::kRowVector, true);
-        }
-      }
-    }
-  }
-  const Team team(ring);
-  cuda::Moments<Kind, Team, T, false> moments(team, nullptr);
-  auto place = ring.first(), next = place;
+  if constexpr (!Kind::kCentered) of_columns.bias = {};  // there is none, as run_in_parts says
+  WeightAndBias<T> vectors[cuda::kVectorsOfPart];
+  ring.for_each_vector(
+      [&](int v, int i) { vectors[v].fetch(of_columns, ring.column + i, cuda::kRowVector, true); });
+  const cuda::RingTeam team(ring);
+  cuda::Moments<Kind, cuda::RingTeam, T, false> moments(team, nullptr);
+  const auto near = [](const cuda::RingRow& row) { return Kind::kCentered ? row.near() : 0.0f; };
+  cuda::RowRing::Place place = ring.first(), next = place;
 #pragma unroll 1
-  for (int ready = 0; place.row < norm.rows; ++ready) {
+  for (bool is_ahead = false; place.row < norm.rows; is_ahead = true) {
     if (next.row < norm.rows) {
-      const cuda::RingRow<T, 1> row{ring, next};
-      moments.put(row, Kind::kCentered ? row.near() : 0.0f, NoGrads{});
-      ring.advance(next, ring.parts);
+      const cuda::RingRow row{ring, next};
+      ring.wait(next);
+      moments.put(row, near(row), NoGrads{});
+      ring.advance(next);
     }
-    if (ready < shape.ahead) continue;
-    const cuda::RingRow<T, 1> row{ring, place};
-    const float near = Kind::kCentered ? row.near() : 0.0f;
-    const RowMoments<Kind> found = moments.find(row, near, inverse_n, norm.eps, NoGrads{});
+    if (!is_ahead) continue;
+    const cuda::RingRow row{ring, place};
+    const RowMoments<Kind> found = moments.find(row, near(row), inverse_n, norm.eps, NoGrads{});
     team.again = false;
     const Pointer<T> out = norm.out.even_row<T>(place.row);
-#pragma unroll
-    for (int p = 0; p < kParts; ++p) {
-      if (p >= ring.parts) continue;
-      const auto part = row.part(p);
-#pragma unroll
-      for (int v = 0; v < cuda::kVectorsOfPart; ++v) {
-        const int i = (v * ring.threads + int(threadIdx.x)) * cuda::kRowVector;
-        if (i >= ring.count(p)) continue;
-        WeightAndBias<W> vectors;
-        if constexpr (kHoldsVectors) {
-          held[p][v].stay();
-          vectors = held[p][v];
-        } else {
-          vectors.fetch(of_columns, ring.column(p) + i, cuda::kRowVector, true);
-        }
-        ring.set(
-            part.place.slot, i,
-            cuda::packed_for(out, result_of<Kind>(of_columns, found,
-                                                  ring.vector(part.place.slot, 0, i), vectors)));
-      }
-      ring.finish(part.place);
-    }
-    ring.advance(place, ring.parts);
+    ring.for_each_vector([&](int v, int i) {
+      vectors[v].stay();
+      const RowFloats result =
+          result_of<Kind>(of_columns, found, ring.vector(place, i), vectors[v]);
+      ring.set(place, i, cuda::packed_for(out, result));
+    });
+    ring.finish(place);
+    ring.advance(place);
   }
 }
 
-template <class Kind, class W, int kParts>
-bool launch_ring(const Norm& norm, int ahead, cudaStream_t queue) {
-  const auto kernel = ring_kernel<Kind, W, kParts>;
-  const auto ring =
-      cuda::ring_of<BFloat16, 1>(kernel, kParts, ahead, norm.rows, norm.length, Kind::kOp);
-  if (!ring) return false;
-  cuda::launch_kernel(kernel, ring->launch, queue, Kind::kOp, norm, 1.0f / float(norm.length),
-                      ring->shape);
-  return true;
-}
-
-// TRIAL: which way, of the environment.
-inline const char* trial() {
-  const char* found = std::getenv("DSX_ROWS_TRIAL");
-  return found == nullptr ? "1p" : found;
-}
-
+// Long rows whose sums are those of parts, and whether these are such rows: by their dtypes and
+// their length, not by where they lie, so that a row has the same bits anywhere. Vectors of float32
+// would not fit into registers, and of a residual half as many rows would be on their way: those
+// rows are held.
 template <class Kind>
-bool run_ring(const Norm& norm, bool same, cudaStream_t queue) {
-  const std::string way = trial();
-  const int ahead = way == "1n" ? 0 : way == "1q" ? 2 : 1;
-  if (norm.residual.is_present() || (!Kind::kCentered && norm.bias.is_present())) return false;
-  if (!same) return launch_ring<Kind, float, 1>(norm, ahead, queue);
-  if (way == "2p") return launch_ring<Kind, BFloat16, 2>(norm, ahead, queue);
-  return launch_ring<Kind, BFloat16, 1>(norm, ahead, queue);
+bool run_in_parts(const Norm& norm, cudaStream_t queue) {
+  const auto rows = {norm.x, norm.out}, vectors = {norm.weight, norm.bias};
+  if (!cuda::is_in_parts(norm.length, norm.x.dtype) || norm.residual.is_present()) return false;
+  if (!Layout::are_of(rows, Dtype::bfloat16) || !Layout::are_of(vectors, Dtype::bfloat16)) {
+    return false;
+  }
+  if (!Kind::kCentered && norm.bias.is_present()) return false;
+  const auto kernel = ring_kernel<Kind>;
+  const auto ring = cuda::ring_of(kernel, norm.rows, norm.length, Kind::kOp);
+  if (!ring) return false;
+  const float inverse_n = 1.0f / float(norm.length);
+  const Layout layout(norm.rows, norm.length, rows, vectors, true);
+  if (layout.whole) {
+    cuda::launch_kernel(kernel, ring->launch, queue, Kind::kOp, norm, inverse_n, ring->shape);
+  } else {
+    reading_kernel<Kind, RowTeam<RowLength::in_parts>>
+        <<<unsigned(layout.blocks), layout.block, 0, queue>>>(norm, inverse_n, layout.team,
+                                                              layout.aligned);
+  }
+  cuda::check(cudaGetLastError(), Kind::kOp);
+  return true;
 }
 
 // Calls body(storage of rows, storage of vectors), of which the latter are floats or the same.
@@ -410,22 +362,13 @@ void norm_cuda(const Norm& norm, void* stream) {
   constexpr const char* op = Kind::kOp;
   const cudaStream_t queue = cudaStream_t(stream);
   cuda::check(cudaPeekAtLastError(), op);  // of somebody before
+  if (run_in_parts<Kind>(norm, queue)) return;
   const auto vectors = {norm.weight, norm.bias, norm.x_bias};
-  const bool in_parts =
-      cuda::is_in_parts(norm.length, norm.x.dtype) && std::strcmp(trial(), "old") != 0;
-  const Layout layout(norm.rows, norm.length, {norm.x, norm.residual, norm.sum, norm.out}, vectors,
-                      in_parts);
+  const Layout layout(norm.rows, norm.length, {norm.x, norm.residual, norm.sum, norm.out}, vectors);
   // Of the kinds of vectors, those that people train with have kernels.
   const bool same = Layout::are_of(vectors, layout.dtype);
   bool is_done = false;
   const bool can_hold = layout.whole && (same || Layout::are_of(vectors, Dtype::float32));
-  if (in_parts) {
-    if (can_hold && run_ring<Kind>(norm, same, queue)) return;
-    reading_kernel<Kind, RowTeam<RowLength::in_parts>>
-        <<<unsigned(layout.blocks), layout.block, 0, queue>>>(norm, 1.0f / float(norm.length),
-                                                              layout.team, layout.aligned);
-    return cuda::check(cudaGetLastError(), op);
-  }
   cuda::with_row_length(norm.length, [&](auto team) {
     using Team = typename decltype(team)::type;
     if (can_hold) {

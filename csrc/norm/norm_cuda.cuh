@@ -18,10 +18,11 @@ namespace cuda {
 using RowFloats = Floats<kRowVector>;  // of a RowVector
 
 // Half a warp takes a row of up to 128 elements; a team of warps, in which each thread has four
-// vectors, one of up to 16,384; 1,024 threads a longer one. Backward, such a team takes each part
-// of a row that is_in_parts. The vectors of a thread lie as far apart as all threads of the team
-// reach. Held rows stay in registers, and long ones in shared memory too, where whole vectors can
-// be read and there is memory; else they are read again each time, with the same bits.
+// vectors, one of up to 16,384; 1,024 threads a longer one. Such a team takes each part of a row
+// that is_in_parts, backward, and forward where all is of bfloat16 and there is no residual. The
+// vectors of a thread lie as far apart as all threads of the team reach. Held rows stay in
+// registers, and long ones in shared memory too, where whole vectors can be read and there is
+// memory; else they are read again each time, with the same bits.
 enum class RowLength { is_short, is_usual, is_long, in_parts };
 constexpr int kHeldVectors = 4, kMostOfTeam = 512, kLongTeam = 1024;
 constexpr int64_t kUsualRow = kMostOfTeam * kHeldVectors * kRowVector;
@@ -45,8 +46,7 @@ template <RowLength kLength_, bool kAlone = true>
 struct RowTeam {
   static constexpr RowLength kLength = kLength_;
   static constexpr bool kShort = kLength == RowLength::is_short;
-  static constexpr bool kParts = false;  // others have parts of the row
-  static constexpr bool kRing = false;
+  static constexpr bool kParts = false;                       // others have parts of the row
   static constexpr int kVectors = kShort ? 1 : kHeldVectors;  // of a thread, but of long rows
   static constexpr int kMostThreads = kLength == RowLength::is_long ? kLongTeam : kMostOfTeam;
 
@@ -299,6 +299,7 @@ class TeamReduction {
   int buffer_ = 0;
 };
 
+// How a team adds up; other kinds of teams have other ways.
 template <class Team, int kSums>
 struct ReductionOf {
   using type = TeamReduction<Team, kSums>;
@@ -380,18 +381,12 @@ class Moments {
   struct Sums {
     float sums[kSums];
   };
-  static constexpr bool kInParts = Team::kLength == RowLength::in_parts && !Team::kRing;
+  static constexpr bool kInParts = Team::kLength == RowLength::in_parts;
 
   // Puts down what sums_of says of a row; of a long one, part by part.
   template <class Row, class SumsOf>
   __device__ void put_parts(const Row& row, const SumsOf& sums_of) {
-    if constexpr (Team::kRing) {
-#pragma unroll 1
-      for (int part = 0; part < row.parts(); ++part) {
-        reduction_.put(part, sums_of(row.part(part)).sums);
-      }
-      reduction_.end_row();
-    } else if constexpr (kInParts) {
+    if constexpr (kInParts) {
       before_ = {};
       const int64_t elements = int64_t(row.team.threads) * kPartOfThread;
 #pragma unroll 1

@@ -6,129 +6,107 @@
 
 namespace dsx::cuda {
 
-// The threads of a cluster that compute take a row together. Sums of parts are added in their
-// order. The first sums of some rows are put down before those of the first of them are taken; sums
-// that are taken once more for a row are put down and taken at once, in buffers of their own.
-template <class T, int kTensors>
+// The threads of a cluster that compute take a row together. The first sums of the next row are put
+// down before those of a row are taken. Sums that are taken once more for a row are put down and
+// taken at once, in buffers of their own.
 struct RingTeam {
-  using Ring = RowRing<T, kTensors>;
-  static constexpr RowLength kLength = RowLength::in_parts;
-  static constexpr bool kShort = false, kRing = true;
+  static constexpr RowLength kLength = RowLength::is_usual;
+  static constexpr bool kShort = false;
 
-  const Ring& ring;
-  mutable UsualTurn to_put = {}, to_take = {};
-  mutable AgainTurn once_more = {};
+  const RowRing& ring;
+  mutable unsigned rows_put = 0, rows_taken = 0, taken_again = 0;
   mutable bool again = false;  // the first sums of the row have been taken
 
-  __device__ explicit RingTeam(const Ring& of) : ring(of) {}
+  __device__ explicit RingTeam(const RowRing& of) : ring(of) {}
 };
 
-template <class Team, int kSums>
+// Sums of parts are added in their order.
+template <int kSums>
 class RingReduction {
  public:
-  __device__ RingReduction(const Team& team, float*) : team_(team) {}
+  __device__ RingReduction(const RingTeam& team, float*) : team_(team) {}
 
-  __device__ void put(int part, const float (&sums)[kSums]) const {
+  __device__ void put(const float (&sums)[kSums]) const {
     const float mine = sums_over_lanes<kWarp>(sums);
-    const int buffer = team_.again ? team_.once_more.buffer : team_.to_put.buffer;
-    if (lane() < kSums) memory().of_warps[buffer][part][warp() * kSums + lane()] = mine;
+    const RingTurn turn =
+        team_.again ? RingMemory::again(team_.taken_again) : RingMemory::usual(team_.rows_put);
+    const int lane = int(threadIdx.x) % kWarp, warp = int(threadIdx.x) / kWarp;
+    if (lane < kSums) memory().of_warps[turn.buffer][warp][lane] = mine;
+    if (!team_.again) ring().show_sums(team_.rows_put++);
   }
-  // All parts of a row have been put.
-  __device__ void end_row() const {
-    if (team_.again) return;
-    show_sums(team_.ring, team_.to_put.buffer);
-    team_.to_put.advance();
-  }
+
   __device__ void take(float (&sums)[kSums]) const {
     if (!team_.again) {
-      const float* const totals = wait_for_totals(team_.ring, team_.to_take);
+      const float* const totals = ring().wait_for_totals(team_.rows_taken++);
 #pragma unroll
       for (int s = 0; s < kSums; ++s) sums[s] = totals[s];
-      team_.to_take.advance();
       team_.again = true;
       return;
     }
     // Two buffers are enough: whoever puts down sums number k + 2 has taken number k + 1, which
     // each block told when its threads, at this barrier, had taken number k.
-    team_.ring.barrier();
-    const int buffer = team_.once_more.buffer;
-    for (int part = warp(); part < team_.ring.parts; part += team_.ring.threads / kWarp) {
-      tell<kSums>(team_.ring, buffer, part, part_sum(team_.ring, memory().of_warps[buffer][part]));
+    ring().barrier();
+    const RingTurn turn = RingMemory::again(team_.taken_again++);
+    if (int(threadIdx.x) < kWarp) {
+      ring().template tell<kSums>(turn.buffer, part_sum(ring(), memory().of_warps[turn.buffer]));
     }
-    if (threadIdx.x == 0) expect_sums<kSums>(team_.ring, buffer);
-    wait_for(&memory().told[buffer], team_.once_more.phase);
+    wait_for_told(&memory().told[turn.buffer], turn.phase);
 #pragma unroll
-    for (int s = 0; s < kSums; ++s) sums[s] = total(team_.ring, memory().sums[buffer], s);
-    team_.once_more.advance();
+    for (int s = 0; s < kSums; ++s) sums[s] = total(ring(), memory().sums[turn.buffer], s);
   }
   __device__ static bool any(bool is_so) { return is_so; }
 
-  // As tell_all wants them.
-  template <class Ring>
-  __device__ static float part_sum(const Ring& ring, const float* of_warps) {
-    const bool is_one = lane() < ring.threads / kWarp;
-    float sums[kSums];
-#pragma unroll
-    for (int s = 0; s < kSums; ++s) sums[s] = is_one ? of_warps[lane() * kSums + s] : 0.0f;
-    return sums_over_lanes<kWarp>(sums);
-  }
-  template <class Ring>
-  __device__ static float total(const Ring& ring, const float (*of_parts)[RingMemory::kMostSums],
-                                int number) {
-    float sum = 0;
-    for (int part = 0; part < ring.shape.parts; ++part) sum += of_parts[part][number];
-    return sum;
+  // The work of warps that do not compute.
+  __device__ static void help(const RowRing& ring, const Rows& from, const Rows& to) {
+    ring.help<kSums>(from, to, [&](const auto& of_warps) {
+      return part_sum(ring, of_warps);
+    }, [&](const auto& of_parts) { return total(ring, of_parts, int(threadIdx.x) % kSums); });
   }
 
  private:
-  __device__ static int lane() { return int(threadIdx.x) % kWarp; }
-  __device__ static int warp() { return int(threadIdx.x) / kWarp; }
-  __device__ RingMemory& memory() const { return team_.ring.memory(); }
+  using SumsOfOne = float[RingMemory::kMostSums];
 
-  const Team& team_;
-};
-
-template <class T, int kTensors, int kSums>
-struct ReductionOf<RingTeam<T, kTensors>, kSums> {
-  using type = RingReduction<RingTeam<T, kTensors>, kSums>;
-};
-
-// What a block has of a row, as Moments reads it, part by part.
-template <class T, int kTensors>
-struct RingRow {
-  using Ring = RowRing<T, kTensors>;
-  const Ring& ring;
-  typename Ring::Place place;  // of the first part
-
-  struct Part {
-    const Ring& ring;
-    typename Ring::Place place;
-    int count;
-
-    template <class Body>
-    __device__ void for_each_vector(const Body& body) const {
+  __device__ static float part_sum(const RowRing& ring, const SumsOfOne* of_warps) {
+    const int lane = int(threadIdx.x) % kWarp;
+    float sums[kSums];
 #pragma unroll
-      for (int v = 0; v < kVectorsOfPart; ++v) {
-        const int i = (v * ring.threads + int(threadIdx.x)) * kRowVector;
-        if (i >= count) continue;
-        RowVector<T> vectors[kTensors];
-#pragma unroll
-        for (int t = 0; t < kTensors; ++t) vectors[t] = ring.vector(place.slot, t, i);
-        body(i, kRowVector, vectors);
-      }
+    for (int s = 0; s < kSums; ++s) {
+      sums[s] = lane < ring.threads / kWarp ? of_warps[lane][s] : 0.0f;
     }
-  };
-
-  __device__ int parts() const { return ring.parts; }
-  // Waits until it is there.
-  __device__ Part part(int number) const {
-    typename Ring::Place there = place;
-    ring.advance(there, number);
-    ring.wait(there);
-    return {ring, there, ring.count(number)};
+    return sums_over_lanes<kWarp>(sums);
   }
+  __device__ static float total(const RowRing& ring, const SumsOfOne* of_parts, int number) {
+    float sum = 0;
+    for (int part = 0; part < ring.shape.blocks; ++part) sum += of_parts[part][number];
+    return sum;
+  }
+
+  __device__ const RowRing& ring() const { return team_.ring; }
+  __device__ RingMemory& memory() const { return team_.ring.memory; }
+
+  const RingTeam& team_;
+};
+
+template <int kSums>
+struct ReductionOf<RingTeam, kSums> {
+  using type = RingReduction<kSums>;
+};
+
+// What a block has of a row that has arrived, as Moments reads it.
+struct RingRow {
+  const RowRing& ring;
+  RowRing::Place place;
+
+  template <class Body>
+  __device__ void for_each_vector(const Body& body) const {
+    ring.for_each_vector([&](int, int i) {
+      const RowVector<RowRing::T> vectors[1] = {ring.vector(place, i)};
+      body(i, kRowVector, vectors);
+    });
+  }
+
+  // As mean_of_first.
   __device__ float near() const {
-    ring.wait(place);
     return sum_of_lanes(floats_of(ring.first_vector(place))) / kRowVector;
   }
 };

@@ -54,21 +54,19 @@ struct RowPowers {
     largest = larger;
   }
 
-  // Those of a team: every thread of the block calls it; `number` goes up by one each time, as
-  // there are two buffers, one after the other.
+  // Those of a team: every thread of the block calls it, once.
   template <class Team>
-  __device__ void add_over_team(int number = 0) {
+  __device__ void add_over_team() {
     add_over_lanes((Team::kShort ? 16 : kWarp) / 2);
     if constexpr (!Team::kShort) {
       if (blockDim.x == kWarp) return;
-      __shared__ float2 of_warps[2][kWarp];
+      __shared__ float2 of_warps[kWarp];
       const int warps = int(blockDim.x) / kWarp;
       const int warp = int(threadIdx.x) / kWarp, lane = int(threadIdx.x) % kWarp;
-      float2(&here)[kWarp] = of_warps[number % 2];
-      if (lane == 0) here[warp] = {largest, sum};
+      if (lane == 0) of_warps[warp] = {largest, sum};
       __syncthreads();
-      largest = lane < warps ? here[lane].x : -INFINITY;
-      sum = lane < warps ? here[lane].y : 0.0f;
+      largest = lane < warps ? of_warps[lane].x : -INFINITY;
+      sum = lane < warps ? of_warps[lane].y : 0.0f;
       add_over_lanes(kWarp / 2);
     }
   }

@@ -111,6 +111,25 @@ struct RowScores {
   }
 };
 
+// What the powers of a row become results by.
+struct RowTotals {
+  float largest, inverse;  // of the sum of powers, relative to the largest
+
+  __device__ explicit RowTotals(const cuda::RowPowers& all)
+      : largest(all.largest), inverse(inverse_of(Floats<1>(all.sum)).lanes[0]) {}
+  __device__ RowTotals(float of_largest, float of_inverse)
+      : largest(of_largest), inverse(of_inverse) {}
+
+  __device__ bool are_finite() const { return inverse >= 0; }  // otherwise a score is NaN or inf
+  __device__ RowFloats result(const RowFloats& power, float relative_to) const {
+    return power * RowFloats(cuda::RowPowers::factor(relative_to, largest) * inverse);
+  }
+  // Where they are not finite.
+  __device__ RowFloats result(const RowFloats& score) const {
+    return select(score == RowFloats(-INFINITY), RowFloats(0.0f), RowFloats(inverse));
+  }
+};
+
 // Where a row is of one iteration, the powers of its scores stay in registers, relative to the
 // largest score that there was when they were made.
 template <class Team, class T, bool kPlain>
@@ -133,9 +152,8 @@ __global__ void __launch_bounds__(Team::kMostThreads, kPlain ? 2 : 1)
   };
   RowFloats held[kHeld ? Team::kVectors : 1];
   float largest[kHeld ? Team::kVectors : 1] = {};
-  cuda::RowPowers powers, all;  // of a part; of all of them
-  int part = 0;
-  reader.template read_parts<kKept>(
+  cuda::RowPowers powers;
+  reader.template read_first<kKept>(
       [&](int v, Column i, int count, const RowFloats(&x)[1], bool is_read) {
     if (!is_read) return put(i, count, 0.0f);  // early, as it waits for nothing
     const RowFloats power = powers.add(scores.of(x[0], i, count));
@@ -143,36 +161,28 @@ __global__ void __launch_bounds__(Team::kMostThreads, kPlain ? 2 : 1)
       held[v] = power;
       largest[v] = powers.largest;
     }
-  }, [&] {
-    powers.template add_over_team<Team>(part);
-    if (part++ == 0) {
-      all = powers;
-    } else {
-      all.add(powers);
-    }
-    powers = {};
   });
-  const float inverse = inverse_of(Floats<1>(all.sum)).lanes[0];
-  const bool is_finite = inverse >= 0;  // otherwise a score is NaN or inf
-  const auto put_power = [&](Column i, int count, const RowFloats& power, float relative_to) {
-    put(i, count, power * RowFloats(cuda::RowPowers::factor(relative_to, all.largest) * inverse));
-  };
+  cuda::RowPowers all = powers;
+  all.add_over_team<Team>();
+  const RowTotals totals(all);
   cuda::RowPowers again;
-  const auto put_again = [&](int v, Column i, int count, const RowFloats(&x)[1], bool is_read) {
-    if (v == 0) again = {};  // another part
+  const auto put_again = [&](int, Column i, int count, const RowFloats(&x)[1], bool is_read) {
     if (!is_read) return;
     const RowFloats score = scores.of(x[0], i, count);
-    if (!is_finite) {
-      put(i, count, select(score == RowFloats(-INFINITY), RowFloats(0.0f), RowFloats(inverse)));
-    } else {  // the same bits as of those that were held
+    if (!totals.are_finite()) {
+      put(i, count, totals.result(score));
+    } else if constexpr (Team::kOneIteration) {  // the same bits as of those that were held
       const RowFloats power = again.add(score);
-      put_power(i, count, power, again.largest);
+      put(i, count, totals.result(power, again.largest));
+    } else {
+      const RowFloats shift = cuda::RowPowers::shift(totals.largest);
+      put(i, count, exp_of_negative(score - shift) * RowFloats(totals.inverse));
     }
   };
   if constexpr (!kHeld) return reader.read_again(put_again);
-  if (!is_finite) return reader.read_slowly(put_again);
+  if (!totals.are_finite()) return reader.read_slowly(put_again);
   reader.for_each_vector([&](int v, Column i, int count, bool is_read) {
-    if (is_read) put_power(i, count, held[v], largest[v]);
+    if (is_read) put(i, count, totals.result(held[v], largest[v]));
   });
 }
 
@@ -181,7 +191,7 @@ template <bool kPlain>
 void launch_softmax(const Softmax& softmax, bool whole, void* stream) {
   constexpr const char* op = "softmax";
   const bool aligned = cuda::all_aligned({softmax.x, softmax.out});
-  cuda::with_looping_team<4, true>(softmax.rows, softmax.length, whole, softmax.x.dtype, op,
+  cuda::with_looping_team<4>(softmax.rows, softmax.length, whole, softmax.x.dtype, op,
                              [&](auto team, auto storage, const cuda::TeamLaunch& launch) {
     using T = decltype(storage);
     if constexpr (!kPlain || !std::is_same_v<T, Any>) {

@@ -1,5 +1,4 @@
-// softmax of long rows that pass through the ring of a cluster: of bfloat16, all of whose scores
-// are only scaled.
+// softmax of long rows of bfloat16 that pass through a ring: of scores that are only scaled.
 #pragma once
 
 #include "common/cuda/row_ring.cuh"
@@ -8,136 +7,152 @@
 namespace dsx {
 namespace {
 
+// Rounded as is written here, wherever it is compiled.
+__device__ inline RowFloats scaled(RowFloats x, float scale) {
+#pragma unroll
+  for (float& lane : x.lanes) lane = __fmul_rn(lane, scale);
+  return x;
+}
+
 // What a thread holds of a row: powers, and what each vector's are relative to.
-template <int kParts>
 struct HeldPowers {
-  cuda::RowFloats powers[kParts][cuda::kVectorsOfPart];
-  float largest[kParts][cuda::kVectorsOfPart];
+  RowFloats powers[cuda::kVectorsOfPart];
+  float largest[cuda::kVectorsOfPart];
 };
 
-// A block has up to kParts parts of a row. Powers of kAhead + 1 rows stay in registers.
-template <int kParts, int kAhead>
+// The powers of two rows are held: those of the next one are made before the sum of a row is there.
 __global__ void __launch_bounds__(cuda::kMostRingThreads, 1)
     ring_kernel(const __grid_constant__ Softmax softmax,
                 const __grid_constant__ cuda::RingShape shape) {
-  using T = BFloat16;
-  using Floats = cuda::RowFloats;
+  using T = cuda::RowRing::T;
   using cuda::RowPowers;
-  constexpr int kVectors = cuda::kVectorsOfPart;
   extern __shared__ __align__(128) uint4 ring_slots[];
   __shared__ cuda::RingMemory memory;
-  const cuda::RowRing<T, 1> ring(shape, kParts, memory, ring_slots);
-  using Place = typename cuda::RowRing<T, 1>::Place;
+  const cuda::RowRing ring(shape, memory, ring_slots);
   ring.begin();
-  if (ring.moves()) {
-    return ring.move(softmax.rows, [&](int64_t row) {
-      return cuda::RowOfEach<T, 1>{{softmax.x.row<T>(row)}};
-    }, [&](int64_t row) { return softmax.out.row<T>(row); });
-  }
   const int lane = int(threadIdx.x) % cuda::kWarp, warp = int(threadIdx.x) / cuda::kWarp;
   if (ring.helps()) {
-    return cuda::tell_all<2>(ring, softmax.rows, [&](const float* of_warps) {
+    return ring.help<2>(softmax.x, softmax.out, [&](const auto& of_warps) {
       RowPowers powers;
-      if (lane < ring.threads / cuda::kWarp) powers = {of_warps[2 * lane], of_warps[2 * lane + 1]};
+      if (lane < ring.threads / cuda::kWarp) powers = {of_warps[lane][0], of_warps[lane][1]};
       powers.add_over_lanes(cuda::kWarp / 2);
       return lane % 2 == 0 ? powers.largest : powers.sum;
     }, [&](const auto& of_parts) {
-      RowPowers all{of_parts[0][0], of_parts[0][1]};
-      for (int q = 1; q < shape.parts; ++q) all.add({of_parts[q][0], of_parts[q][1]});
-      return lane % 2 == 0 ? all.largest : inverse_of(cuda::Floats<1>(all.sum)).lanes[0];
+      RowPowers all;
+      for (int part = 0; part < shape.blocks; ++part) {
+        all.add({of_parts[part][0], of_parts[part][1]});
+      }
+      const RowTotals totals(all);
+      return lane % 2 == 0 ? totals.largest : totals.inverse;
     });
   }
-  const Floats scale = softmax.scores.scale;
-  cuda::UsualTurn to_put, to_take;
-  // Calls body(v, i) for each vector of a part.
-  const auto for_each = [&](int p, const auto& body) {
-#pragma unroll
-    for (int v = 0; v < kVectors; ++v) {
-      const int i = (v * ring.threads + int(threadIdx.x)) * cuda::kRowVector;
-      if (i < ring.count(p)) body(v, i);
+  const float scale = softmax.scores.scale;
+  using Place = cuda::RowRing::Place;
+  const auto score = [&](const Place& at, int i) {
+    return scaled(floats_of(ring.vector(at, i)), scale);
+  };
+  // Row number k of the cluster.
+  const auto put = [&](const Place& place, unsigned k, HeldPowers& held) {
+    if (place.row >= softmax.rows) return;
+    ring.wait(place);
+    RowPowers powers;
+    ring.for_each_vector([&](int v, int i) {
+      held.powers[v] = powers.add(score(place, i));
+      held.largest[v] = powers.largest;
+    });
+    powers.add_over_lanes(cuda::kWarp / 2);
+    float (&mine)[2] = memory.of_warps[cuda::RingMemory::usual(k).buffer][warp];
+    if (lane == 0) {
+      mine[0] = powers.largest;
+      mine[1] = powers.sum;
     }
+    ring.show_sums(k);
   };
-  const auto scores = [&](const Place& there, int i) {
-    return floats_of(ring.vector(there.slot, 0, i)) * scale;
-  };
-  const auto add = [&](const Place& place, HeldPowers<kParts>& held) {
-    Place there = place;
-#pragma unroll
-    for (int p = 0; p < kParts; ++p) {
-      if (p >= ring.parts) continue;
-      ring.wait(there);
-      RowPowers powers;
-      for_each(p, [&](int v, int i) {
-        held.powers[p][v] = powers.add(scores(there, i));
-        held.largest[p][v] = powers.largest;
-      });
-      powers.add_over_lanes(cuda::kWarp / 2);
-      float* const of_warps = memory.of_warps[to_put.buffer][p];
-      if (lane == 0) {
-        of_warps[2 * warp] = powers.largest;
-        of_warps[2 * warp + 1] = powers.sum;
-      }
-      ring.advance(there, 1);
-    }
-    cuda::show_sums(ring, to_put.buffer);
-    to_put.advance();
-  };
-  const auto put = [&](const Place& place, const HeldPowers<kParts>& held) {
-    const float* const totals = cuda::wait_for_totals(ring, to_take);
-    const float largest = totals[0], inverse = totals[1];
-    to_take.advance();
-    const bool is_finite = inverse >= 0;  // otherwise a score is NaN or inf
+  const auto take = [&](const Place& place, unsigned k, const HeldPowers& held) {
+    if (place.row >= softmax.rows) return;
+    const float* const of_row = ring.wait_for_totals(k);
+    const RowTotals totals(of_row[0], of_row[1]);
     const Pointer<T> out = softmax.out.row<T>(place.row);
-    Place there = place;
-#pragma unroll
-    for (int p = 0; p < kParts; ++p) {
-      if (p >= ring.parts) continue;
-      if (is_finite) {
-        for_each(p, [&](int v, int i) {
-          const float factor = RowPowers::factor(held.largest[p][v], largest) * inverse;
-          ring.set(there.slot, i, cuda::packed_for(out, held.powers[p][v] * Floats(factor)));
-        });
-      } else {
-        for_each(p, [&](int, int i) {
-          const Floats result =
-              select(scores(there, i) == Floats(-INFINITY), Floats(0.0f), Floats(inverse));
-          ring.set(there.slot, i, cuda::packed_for(out, result));
-        });
-      }
-      ring.finish(there);
-      ring.advance(there, 1);
+    if (totals.are_finite()) {
+      ring.for_each_vector([&](int v, int i) {
+        const RowFloats result = totals.result(held.powers[v], held.largest[v]);
+        ring.set(place, i, cuda::packed_for(out, result));
+      });
+    } else {
+      ring.for_each_vector([&](int, int i) {
+        ring.set(place, i, cuda::packed_for(out, totals.result(score(place, i))));
+      });
     }
+    ring.finish(place);
   };
-
-  HeldPowers<kParts> held[kAhead + 1];
-  Place place = ring.first(), next = place;
-  const auto add_next = [&](HeldPowers<kParts>& to) {
-    if (next.row >= softmax.rows) return;
-    add(next, to);
-    ring.advance(next, ring.parts);
-  };
-  if constexpr (kAhead > 0) add_next(held[0]);
+  HeldPowers held[2];
+  Place place = ring.first();
+  put(place, 0, held[0]);
 #pragma unroll 1
-  while (place.row < softmax.rows) {
+  for (unsigned k = 0; place.row < softmax.rows; k += 2) {
 #pragma unroll
-    for (int turn = 0; turn <= kAhead; ++turn) {
-      add_next(held[(turn + kAhead) % (kAhead + 1)]);
-      if (place.row >= softmax.rows) continue;
-      put(place, held[turn]);
-      ring.advance(place, ring.parts);
+    for (int turn = 0; turn < 2; ++turn) {
+      Place next = place;
+      ring.advance(next);
+      put(next, k + turn + 1, held[1 - turn]);
+      take(place, k + turn, held[turn]);
+      place = next;
     }
   }
 }
 
-template <int kParts, int kAhead>
-bool run_ring(const Softmax& softmax, cudaStream_t queue) {
-  static_assert(kAhead <= 1);
+// The same rows with the same bits where no whole vectors can be read: one block of so many threads
+// as have a part takes one part after the other.
+__global__ void __launch_bounds__(cuda::kPartThreads)
+    reading_kernel(const __grid_constant__ Softmax softmax, bool aligned) {
+  using cuda::RowPowers;
+  using Team = cuda::LoopingTeam<cuda::RowLength::is_long, cuda::kVectorsOfPart>;
+  static_assert(Team::kIterationsOfPart == 1);
+  const Pointer<Any> out = softmax.out.row<Any>(blockIdx.x);
+  const cuda::TwiceRead<Team, Any, 1> reader{
+      {softmax.x.row<Any>(blockIdx.x)}, 0, softmax.length, softmax.length, aligned};
+  const auto score = [&](const RowFloats& x, int count) {
+    RowFloats found = scaled(x, softmax.scores.scale);
+#pragma unroll
+    for (int k = 0; k < kRowVector; ++k) found.lanes[k] = k < count ? found.lanes[k] : -INFINITY;
+    return found;
+  };
+  RowPowers all, powers;
+  reader.read_parts<cuda::Kept::yes>([&](int, int64_t, int count, const RowFloats(&x)[1], bool) {
+    powers.add(score(x[0], count));
+  }, [&] {
+    powers.add_over_team<Team>();
+    all.add(powers);
+    powers = {};
+    __syncthreads();  // before the memory that they were added up in is written again
+  });
+  const RowTotals totals(all);
+  reader.read_again([&](int v, int64_t i, int count, const RowFloats(&x)[1], bool) {
+    if (v == 0) powers = {};  // of another part
+    const RowFloats scores = score(x[0], count), power = powers.add(scores);
+    cuda::put<cuda::Stored::streamed>(
+        out, i, count, aligned,
+        totals.are_finite() ? totals.result(power, powers.largest) : totals.result(scores));
+  });
+}
+
+// Whether these rows, whose scores are only scaled, are long ones whose sums are those of parts: by
+// their dtypes and their length, not by where they lie, so that a row has the same bits anywhere.
+inline bool run_in_parts(const Softmax& softmax, bool whole, cudaStream_t queue) {
   constexpr const char* op = "softmax";
-  const auto kernel = ring_kernel<kParts, kAhead>;
-  const auto ring =
-      cuda::ring_of<BFloat16, 1>(kernel, kParts, kAhead, softmax.rows, softmax.length, op);
-  if (!ring || ring->shape.ahead != kAhead) return false;
-  cuda::launch_kernel(kernel, ring->launch, queue, op, softmax, ring->shape);
+  const Scores& scores = softmax.scores;
+  const bool sees_all = scores.before < 0 && scores.after < 0;
+  const bool fits = softmax.x.dtype == Dtype::bfloat16 && softmax.out.dtype == Dtype::bfloat16;
+  if (!sees_all || !fits) return false;
+  const auto ring = cuda::ring_of(ring_kernel, softmax.rows, softmax.length, op);
+  if (!ring) return false;
+  if (whole) {
+    cuda::launch_kernel(ring_kernel, ring->launch, queue, op, softmax, ring->shape);
+  } else {
+    reading_kernel<<<unsigned(softmax.rows), unsigned(ring->shape.part / cuda::kPartOfThread), 0,
+                     queue>>>(softmax, cuda::all_aligned({softmax.x, softmax.out}));
+  }
+  cuda::check(cudaGetLastError(), op);
   return true;
 }
 

@@ -1,11 +1,13 @@
-// Rows that pass through the shared memory of blocks that stay on their multiprocessors: a block,
-// or a cluster of blocks that have some parts of a row each, takes one row after the other. Parts
-// arrive by the copy engine of compute capability 9.0, become the result where they lie, and leave
-// by the engine; a part's memory then gets another one, a few rows further on. So that memory is
-// read and written all the time, whatever the threads that compute are waiting for.
+// Long rows of bfloat16 that pass through the shared memory of clusters of blocks, which stay on
+// their multiprocessors: a cluster takes one row after the other, each of its blocks a part of it.
+// Parts arrive by the copy engine of compute capability 9.0, become the result where they lie, and
+// leave by the engine; a part's slot then gets that of a row a few further on. So memory is read
+// and written all the time, whatever the threads that compute are waiting for.
+//
+// These add up the next row before they take the totals of a row: while the blocks tell each other
+// their sums, there is something to do.
 #pragma once
 
-#include <cstdlib>
 #include <optional>
 
 #include "common/cuda/streamed_rows.cuh"
@@ -17,41 +19,51 @@ namespace dsx::cuda {
 // more registers.
 constexpr int kMovingWarps = 2, kHelpingWarps = kMovingWarps + 2;
 constexpr int kMostRingThreads = kPartThreads + kHelpingWarps * kWarp;
-constexpr int kMostSlots = 8;
-constexpr int kMostAhead = 2;
 
-// How rows lie in the ring. A slot has one part of a row of each tensor.
+// A slot for the row whose totals are waited for, one for the next row, and one whose part is on
+// its way.
+constexpr int kLeastSlots = 3, kMostSlots = 8;
+
 struct RingShape {
-  int64_t length;
+  int64_t rows, length;
   int part;    // elements of each part but the last
-  int parts;   // of a row
-  int slots;   // of the ring
-  int blocks;  // of a cluster
-  int ahead;   // rows whose sums are begun before those of a row are waited for, up to kMostAhead
-  bool copies, keeps;  // TRIAL: nothing is computed; what is stored is not evicted first
+  int blocks;  // of a cluster, two or more: parts of a row
+  int slots;
 };
 
-// TRIAL
-__device__ inline uint64_t usual_policy() {
-  uint64_t policy = 0;
-#if __CUDA_ARCH__ >= 900
-  asm("createpolicy.fractional.L2::evict_normal.b64 %0, 1.0;" : "=l"(policy));
-#endif
-  return policy;
-}
+// A buffer, of those that take turns, and the phase of its barriers.
+struct RingTurn {
+  int buffer, phase;
+};
 
-// Begins to copy bytes of shared memory, of which threads have shown what they wrote to it.
+// What a block has in shared memory besides the slots.
+struct alignas(128) RingMemory {
+  static constexpr int kMostSums = 2;
+  // Buffers of the first sums of rows; and of those that are taken once more for a row.
+  static constexpr int kUsual = 4, kAgain = 2, kBuffers = kUsual + kAgain;
+  Barrier arrived[kMostSlots], finished[kMostSlots];
+  Barrier told[kBuffers];    // sums of all parts have come
+  Barrier summed[kUsual];    // of_warps is there
+  Barrier found[kUsual];     // totals are there
+  uint4 firsts[kMostSlots];  // the first vectors of the rows
+  float of_warps[kBuffers][kPartThreads / kWarp][kMostSums];
+  float sums[kBuffers][kMostParts][kMostSums];  // of all parts
+  float totals[kUsual][kMostSums];              // of the row
+
+  __device__ static RingTurn usual(unsigned k) { return {int(k % kUsual), int(k / kUsual % 2)}; }
+  __device__ static RingTurn again(unsigned k) {
+    return {kUsual + int(k % kAgain), int(k / kAgain % 2)};
+  }
+};
+
+// Begins to copy bytes of shared memory, of which threads have shown what they wrote to it, and
+// waits until they have been read.
 __device__ inline void store_piece(void* far, const void* near, int bytes, uint64_t policy) {
 #if __CUDA_ARCH__ >= 900
   asm volatile(
       "cp.async.bulk.global.shared::cta.bulk_group.L2::cache_hint [%0], [%1], %2, %3;" ::"l"(far),
       "r"(shared_address(near)), "r"(bytes), "l"(policy)
       : "memory");
-#endif
-}
-// Until all that this thread has begun to store has been read.
-__device__ inline void wait_until_read() {
-#if __CUDA_ARCH__ >= 900
   asm volatile("cp.async.bulk.commit_group;" ::: "memory");
   asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
 #endif
@@ -63,303 +75,244 @@ __device__ inline void show_to_engine() {
 #endif
 }
 
-// What a block has in shared memory besides the slots.
-struct alignas(128) RingMemory {
-  static constexpr int kMostSums = 2, kMostPartsOfBlock = 2;
-  static constexpr int kUsual = 2 * kMostAhead + 2, kAgain = 2, kBuffers = kUsual + kAgain;
-  Barrier arrived[kMostSlots], finished[kMostSlots];
-  Barrier told[kBuffers];                       // sums of all parts have come
-  Barrier summed[kUsual];                       // of_warps is there
-  Barrier found[kUsual];                        // totals are there
-  uint4 firsts[kMostSlots];                     // 16 bytes of the beginning of the row
-  float sums[kBuffers][kMostParts][kMostSums];  // of all parts
-  float totals[kUsual][kMostSums];              // of the row
-  float of_warps[kBuffers][kMostPartsOfBlock][kPartThreads / kWarp * kMostSums];
-};
+// Writes to where block number `rank` of the cluster has what this one has at `near`, and tells the
+// barrier that is there what this one has at `barrier`.
+__device__ inline void tell_in_cluster(float* near, Barrier* barrier, unsigned rank, float value) {
+#if __CUDA_ARCH__ >= 900
+  unsigned there = shared_address(near), its_barrier = shared_address(barrier);
+  asm volatile("mapa.shared::cluster.u32 %0, %0, %1;" : "+r"(there) : "r"(rank));
+  asm volatile("mapa.shared::cluster.u32 %0, %0, %1;" : "+r"(its_barrier) : "r"(rank));
+  asm volatile(
+      "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.b32 [%0], %1, [%2];" ::"r"(there),
+      "r"(__float_as_uint(value)), "r"(its_barrier)
+      : "memory");
+#endif
+}
+// Until a phase of a barrier of this block has ended, where what others of the cluster told it can
+// be read then.
+__device__ inline void wait_for_told(Barrier* barrier, int phase) {
+#if __CUDA_ARCH__ >= 900
+  uint32_t ended;
+  do {
+    asm volatile(
+        "{ .reg .pred p;"
+        " mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 p, [%1], %2;"
+        " selp.u32 %0, 1, 0, p; }"
+        : "=r"(ended)
+        : "r"(shared_address(barrier)), "r"(phase)
+        : "memory");
+  } while (ended == 0);
+#endif
+}
 
-// A row of each tensor.
-template <class T, int kTensors>
-struct RowOfEach {
-  Pointer<T> tensors[kTensors];
-};
-
-template <class T, int kTensors>
 class RowRing {
  public:
-  const RingShape shape;
-  const int threads;                  // that compute
-  const int rank, first_part, parts;  // of this block
-  const unsigned step;                // from a row of a cluster to its next one
+  using T = BFloat16;
+  const RingShape& shape;
+  RingMemory& memory;
+  const int threads;     // that compute
+  const int rank;        // of this block: which part of a row it has
+  const int64_t column;  // where that begins
+  const int count;       // of its elements
 
-  __device__ RowRing(const RingShape& of, int parts_of_block, RingMemory& memory, void* slots)
+  __device__ RowRing(const RingShape& of, RingMemory& has, void* slots)
       : shape(of),
+        memory(has),
         threads(int(blockDim.x) - kHelpingWarps * kWarp),
-        rank(of.blocks > 1 ? int(rank_in_cluster()) : 0),
-        first_part(rank * parts_of_block),
-        parts(::min(parts_of_block, of.parts - first_part)),
-        step(gridDim.x / unsigned(of.blocks)),
-        memory_(memory),
+        rank(int(rank_in_cluster())),
+        column(int64_t(rank) * of.part),
+        count(int(::min(int64_t(of.part), of.length - column))),
         slots_(static_cast<T*>(slots)) {}
 
   // All threads of the block call it first.
   __device__ void begin() const {
     if (threadIdx.x == 0) {
       for (int slot = 0; slot < shape.slots; ++slot) {
-        begin_barrier(&memory_.arrived[slot], 1);
-        begin_barrier(&memory_.finished[slot], threads / kWarp);
+        begin_barrier(&memory.arrived[slot], 1);
+        begin_barrier(&memory.finished[slot], threads / kWarp);
       }
-      for (Barrier& each : memory_.told) begin_barrier(&each, shape.blocks > 1 ? 1 : parts);
-      for (Barrier& each : memory_.summed) begin_barrier(&each, threads / kWarp);
-      for (Barrier& each : memory_.found) begin_barrier(&each, 1);
+      for (Barrier& each : memory.told) begin_barrier(&each, 1);
+      for (Barrier& each : memory.summed) begin_barrier(&each, threads / kWarp);
+      for (Barrier& each : memory.found) begin_barrier(&each, 1);
       show_barriers();
     }
     cluster_barrier(shape.blocks);
   }
 
-  // What this thread's warp does: it moves, or helps otherwise, or else computes.
-  __device__ bool helps() const { return int(threadIdx.x) >= threads; }
-  __device__ bool moves() const {
-    return helps() && int(threadIdx.x) < threads + kMovingWarps * kWarp;
-  }
-
-  // Where one part after the other is.
+  // Where one row after the other of a cluster is.
   struct Place {
     int64_t row;
-    int part = 0, slot = 0, phase = 0;
+    int slot = 0, phase = 0;
   };
-  __device__ Place first() const { return {int64_t(blockIdx.x) / shape.blocks}; }
-  __device__ void advance(Place& place, int by) const {
+  __device__ Place first() const { return {int64_t(blockIdx.x / unsigned(shape.blocks))}; }
+  __device__ void advance(Place& place, int by = 1) const {
+    place.row += int64_t(by) * step();
     place.slot += by;
-    if (place.slot >= shape.slots) {
-      place.slot -= shape.slots;
-      place.phase ^= 1;
-    }
-    place.part += by;
-    while (place.part >= parts) {
-      place.part -= parts;
-      place.row += step;
-    }
+    if (place.slot < shape.slots) return;
+    place.slot -= shape.slots;
+    place.phase ^= 1;
   }
 
-  __device__ int64_t column(int part) const { return int64_t(first_part + part) * shape.part; }
-  __device__ int count(int part) const {
-    return int(::min(int64_t(shape.part), shape.length - column(part)));
-  }
-  __device__ T* slot(int number, int tensor) const {
-    return slots_ + (number * kTensors + tensor) * shape.part;
-  }
-
-  // The threads of moving warps call it. rows_at(row): its RowOfEach;
-  // result_at(row): where the first tensor's slot goes to, null where threads store it.
-  template <class RowsAt, class ResultAt>
-  __device__ void move(int64_t rows, const RowsAt& rows_at, const ResultAt& result_at) const {
-    const int mover = (int(threadIdx.x) - threads) / kWarp;
-    if (int(threadIdx.x) % kWarp > 0) return;
-    const uint64_t policy = read_once(), kept = shape.keeps ? usual_policy() : policy;
-    const auto load = [&](const Place& place) {
-      if (place.row >= rows) return;
-      const auto all = rows_at(place.row);
-      const int bytes = count(place.part) * int(sizeof(T));
-      Barrier* const barrier = &memory_.arrived[place.slot];
-      const bool has_first = place.part == 0;
-      arrive_expecting(barrier, kTensors * bytes + (has_first ? 16 : 0));
-      if (has_first)
-        fetch_piece(&memory_.firsts[place.slot], all.tensors[0].address, 16, barrier, policy);
-#pragma unroll
-      for (int t = 0; t < kTensors; ++t) {
-        fetch_piece(slot(place.slot, t), all.tensors[t].address + column(place.part), bytes,
-                    barrier, policy);
-      }
-    };
-    Place next = first();
-    advance(next, mover);
-    for (; next.phase == 0; advance(next, kMovingWarps)) load(next);
-    Place place = first();
-    advance(place, mover);
-    for (; place.row < rows; advance(place, kMovingWarps)) {
-      wait_for(&memory_.finished[place.slot], place.phase);
-      const Pointer<T> result = result_at(place.row);
-      if (result) {
-        store_piece(result.address + column(place.part), slot(place.slot, 0),
-                    count(place.part) * int(sizeof(T)), kept);
-        wait_until_read();
-      }
-      Place again = place;
-      advance(again, shape.slots);
-      load(again);
-    }
-  }
-
+  // Threads that compute call these. Until the part is there:
   __device__ void wait(const Place& place) const {
-    wait_for(&memory_.arrived[place.slot], place.phase);
+    wait_for(&memory.arrived[place.slot], place.phase);
   }
-  // Threads that compute call it when they are through with a part.
+  // Calls body(v, i) for each vector of this thread: number v, from element i of the part on.
+  template <class Body>
+  __device__ void for_each_vector(const Body& body) const {
+#pragma unroll
+    for (int v = 0; v < kVectorsOfPart; ++v) {
+      const int i = (v * threads + int(threadIdx.x)) * kRowVector;
+      if (i < count) body(v, i);
+    }
+  }
+  __device__ RowVector<T> vector(const Place& place, int i) const {
+    return {{*reinterpret_cast<const uint4*>(slot(place.slot) + i)}};
+  }
+  __device__ void set(const Place& place, int i, const RowVector<T>& value) const {
+    *reinterpret_cast<uint4*>(slot(place.slot) + i) = value.words[0];
+  }
+  // That of the row.
+  __device__ RowVector<T> first_vector(const Place& place) const {
+    return {{memory.firsts[place.slot]}};
+  }
+  // The part has become the result.
   __device__ void finish(const Place& place) const {
     show_to_engine();
     __syncwarp();
-    if (int(threadIdx.x) % kWarp == 0) arrive(&memory_.finished[place.slot]);
+    if (int(threadIdx.x) % kWarp == 0) arrive(&memory.finished[place.slot]);
   }
-
-  __device__ RowVector<T> vector(int slot_number, int tensor, int i) const {
-    RowVector<T> found;
-    const uint4* source = reinterpret_cast<const uint4*>(slot(slot_number, tensor) + i);
-#pragma unroll
-    for (int k = 0; k < found.kAccesses; ++k) found.words[k] = source[k];
-    return found;
-  }
-  __device__ void set(int slot_number, int i, const RowVector<T>& value) const {
-    uint4* target = reinterpret_cast<uint4*>(slot(slot_number, 0) + i);
-#pragma unroll
-    for (int k = 0; k < value.kAccesses; ++k) target[k] = value.words[k];
-  }
-  // That of the row whose first part of this block lies there.
-  __device__ RowVector<T> first_vector(const Place& place) const {
-    static_assert(sizeof(T) == 2);
-    return {{memory_.firsts[place.slot]}};
-  }
-
   __device__ void barrier() const { asm volatile("bar.sync 1, %0;" ::"r"(threads) : "memory"); }
 
-  __device__ RingMemory& memory() const { return memory_; }
+  // This warp has put down its sums of row number k of the cluster.
+  __device__ void show_sums(unsigned k) const {
+    __syncwarp();
+    if (int(threadIdx.x) % kWarp == 0) arrive(&memory.summed[RingMemory::usual(k).buffer]);
+  }
+  // The totals of that row, [kMostSums].
+  __device__ const float* wait_for_totals(unsigned k) const {
+    const RingTurn turn = RingMemory::usual(k);
+    wait_for(&memory.found[turn.buffer], turn.phase);
+    return memory.totals[turn.buffer];
+  }
+
+  // Number lane % kSums of the sums of this block's part becomes known to all blocks of the
+  // cluster. A warp calls it.
+  template <int kSums>
+  __device__ void tell(int buffer, float sum) const {
+    const int lane = int(threadIdx.x) % kWarp;
+    Barrier* const told = &memory.told[buffer];
+    if (lane == 0) arrive_expecting(told, shape.blocks * kSums * int(sizeof(float)));
+    if (lane >= kSums * shape.blocks) return;
+    tell_in_cluster(&memory.sums[buffer][rank][lane % kSums], told, unsigned(lane) / kSums, sum);
+  }
+
+  // What this thread's warp does: it computes, or else all of its work is `help`.
+  __device__ bool helps() const { return int(threadIdx.x) >= threads; }
+
+  // part_sum(of_warps): lane L returns sum number L % kSums of a part. total(sums of parts): lane L
+  // returns total number L % kSums.
+  template <int kSums, class PartSum, class Total>
+  __device__ void help(const Rows& from, const Rows& to, const PartSum& part_sum,
+                       const Total& total) const {
+    const int warp = (int(threadIdx.x) - threads) / kWarp;
+    if (warp < kMovingWarps) return move(from, to, warp);
+    if (warp == kMovingWarps) return tell_all<kSums>(part_sum);
+    find_totals<kSums>(total);
+  }
 
  private:
-  RingMemory& memory_;
-  T* const slots_;
-};
+  __device__ unsigned step() const { return gridDim.x / unsigned(shape.blocks); }
+  __device__ T* slot(int number) const { return slots_ + number * shape.part; }
 
-// Buffers [first, first + count) that are used one after the other, again and again.
-template <int kFirst, int kCount>
-struct RingTurn {
-  int buffer = kFirst, phase = 0;
-
-  __device__ void advance() {
-    if (++buffer == kFirst + kCount) {
-      buffer = kFirst;
-      phase ^= 1;
+  // Movers take turns at the rows.
+  __device__ void move(const Rows& from, const Rows& to, int mover) const {
+    if (int(threadIdx.x) % kWarp > 0) return;
+    const uint64_t policy = read_once();
+    const int bytes = count * int(sizeof(T));
+    const auto load = [&](const Place& place) {
+      if (place.row >= shape.rows) return;
+      const T* const row = from.row<T>(place.row).address;
+      Barrier* const barrier = &memory.arrived[place.slot];
+      uint4* const first = &memory.firsts[place.slot];
+      arrive_expecting(barrier, bytes + int(sizeof(*first)));
+      fetch_piece(first, row, int(sizeof(*first)), barrier, policy);
+      fetch_piece(slot(place.slot), row + column, bytes, barrier, policy);
+    };
+    Place place = first();
+    advance(place, mover);
+    for (Place next = place; next.phase == 0; advance(next, kMovingWarps)) load(next);
+    for (; place.row < shape.rows; advance(place, kMovingWarps)) {
+      wait_for(&memory.finished[place.slot], place.phase);
+      store_piece(to.row<T>(place.row).address + column, slot(place.slot), bytes, policy);
+      Place next = place;
+      advance(next, shape.slots);
+      load(next);
     }
   }
-};
-using UsualTurn = RingTurn<0, RingMemory::kUsual>;
-using AgainTurn = RingTurn<RingMemory::kUsual, RingMemory::kAgain>;
 
-// Number lane % kSums of the sums of a part of this block becomes known to all blocks of the
-// cluster. A warp calls it.
-template <int kSums, class Ring>
-__device__ inline void tell(const Ring& ring, int buffer, int part, float sum) {
-  const int lane = int(threadIdx.x) % kWarp;
-  RingMemory& memory = ring.memory();
-  float* const near = &memory.sums[buffer][ring.first_part + part][lane % kSums];
-  if (ring.shape.blocks == 1) {  // which is no cluster: a store that announces itself is illegal
-    if (lane < kSums) *near = sum;
-    __syncwarp();
-    if (lane == 0) arrive(&memory.told[buffer]);
-    return;
-  }
-  if (lane >= kSums * ring.shape.blocks) return;
-#if __CUDA_ARCH__ >= 900
-  unsigned address = shared_address(near), barrier = shared_address(&memory.told[buffer]);
-  const unsigned rank = unsigned(lane) / kSums;
-  asm volatile("mapa.shared::cluster.u32 %0, %0, %1;" : "+r"(address) : "r"(rank));
-  asm volatile("mapa.shared::cluster.u32 %0, %0, %1;" : "+r"(barrier) : "r"(rank));
-  asm volatile(
-      "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.b32 [%0], %1, [%2];" ::"r"(
-          address),
-      "r"(__float_as_uint(sum)), "r"(barrier)
-      : "memory");
-#endif
-}
-// One thread calls it for each time that all are told.
-template <int kSums, class Ring>
-__device__ inline void expect_sums(const Ring& ring, int buffer) {
-  if (ring.shape.blocks == 1) return;
-  arrive_expecting(&ring.memory().told[buffer], ring.shape.parts * kSums * int(sizeof(float)));
-}
-
-// What the warps do that neither compute nor move. One adds up what the warps of the block have put
-// down of a row, and tells it; the other one finds the totals when all blocks have told theirs.
-//
-// Why no buffer is written too early, with kUsual >= 2 * ahead + 2. A warp puts down row k + kUsual
-// after it has taken the totals of row k + kUsual - ahead - 1; so what was put down of row k has
-// been told, and each block has told row k + kUsual - ahead - 1. All warps of each block had put
-// that down then, and so had taken the totals of row k + kUsual - 2 * ahead - 2, which is k or a
-// later one: nobody reads the sums or totals of row k any more. For the same reason no barrier goes
-// through two phases before all have seen the first.
-//
-// part_sum(of_warps): lane L returns sum number L % kSums of a part. totals(of_parts): lane L
-// returns total number L % kSums.
-template <int kSums, class Ring, class PartSum, class Totals>
-__device__ void tell_all(const Ring& ring, int64_t rows, const PartSum& part_sum,
-                         const Totals& totals) {
-  RingMemory& memory = ring.memory();
-  const int lane = int(threadIdx.x) % kWarp;
-  const bool finds = int(threadIdx.x) >= ring.threads + (kMovingWarps + 1) * kWarp;
-  UsualTurn turn;
+  // Why no buffer is written too early. A warp puts down row k + 4 after it has taken the totals of
+  // row k + 2; so what was put down of row k has been told, and each block has told row k + 2. All
+  // warps of each block had put that down then, and so had taken the totals of row k: nobody reads
+  // the sums or totals of row k any more. For the same reason no barrier goes through two phases
+  // before all have seen the first.
+  template <int kSums, class PartSum>
+  __device__ void tell_all(const PartSum& part_sum) const {
+    static_assert(RingMemory::kUsual == 4);
+    unsigned k = 0;
 #pragma unroll 1
-  for (int64_t row = ring.first().row; row < rows; row += ring.step, turn.advance()) {
-    if (finds) {
-      wait_together_for(&memory.told[turn.buffer], turn.phase);
-      const float total = totals(memory.sums[turn.buffer]);
-      if (lane < kSums) memory.totals[turn.buffer][lane] = total;
+    for (int64_t row = first().row; row < shape.rows; row += step()) {
+      const RingTurn turn = RingMemory::usual(k++);
+      wait_together_for(&memory.summed[turn.buffer], turn.phase);
+      tell<kSums>(turn.buffer, part_sum(memory.of_warps[turn.buffer]));
+    }
+  }
+  // So no block ends before others have told it all that they will: of the last row it has taken
+  // the totals then, as of any sums that are taken once more.
+  template <int kSums, class Total>
+  __device__ void find_totals(const Total& total) const {
+    const int lane = int(threadIdx.x) % kWarp;
+    unsigned k = 0;
+#pragma unroll 1
+    for (int64_t row = first().row; row < shape.rows; row += step()) {
+      const RingTurn turn = RingMemory::usual(k++);
+      wait_for_told(&memory.told[turn.buffer], turn.phase);
+      __syncwarp();
+      const float found = total(memory.sums[turn.buffer]);
+      if (lane < kSums) memory.totals[turn.buffer][lane] = found;
       __syncwarp();
       if (lane == 0) arrive(&memory.found[turn.buffer]);
-    } else {
-      wait_together_for(&memory.summed[turn.buffer], turn.phase);
-      if (lane == 0) expect_sums<kSums>(ring, turn.buffer);
-      for (int part = 0; part < ring.parts; ++part) {
-        tell<kSums>(ring, turn.buffer, part, part_sum(memory.of_warps[turn.buffer][part]));
-      }
     }
   }
-}
 
-// A warp that computes calls it when it has put down all that it has of a row.
-template <class Ring>
-__device__ inline void show_sums(const Ring& ring, int buffer) {
-  __syncwarp();
-  if (int(threadIdx.x) % kWarp == 0) arrive(&ring.memory().summed[buffer]);
-}
-// The totals of a row, [kMostSums].
-template <class Ring>
-__device__ inline const float* wait_for_totals(const Ring& ring, const UsualTurn& turn) {
-  wait_for(&ring.memory().found[turn.buffer], turn.phase);
-  return ring.memory().totals[turn.buffer];
-}
+  T* const slots_;
+};
 
 struct RingLaunch {
   Launch launch;
   RingShape shape;
 };
 
-// For so many rows of this length; none if the device runs code of the kernel that has no copy
-// engine.
-template <class T, int kTensors, class... Parameters>
-std::optional<RingLaunch> ring_of(void (*kernel)(Parameters...), int parts_of_block, int ahead,
-                                  int64_t rows, int64_t length, const char* op) {
-  if (parts_of(length) > kMostParts || !can_chain(kernel, op)) return {};
-  RingLaunch made;
-  RingShape& shape = made.shape;
-  const char* const way = std::getenv("DSX_ROWS_TRIAL");  // TRIAL
-  shape.copies = way != nullptr && way[0] == '0';
-  shape.keeps = way != nullptr && way[0] != 0 && way[1] == 'h';
-  shape.length = length;
-  shape.part = int(part_of(length));
-  shape.parts = int(parts_of(length));
-  shape.blocks = int(ceil_div(shape.parts, parts_of_block));
-  const int slot_bytes = kTensors * shape.part * int(sizeof(T));
+// For so many rows of this length. None where the rows have not as many parts as clusters can have,
+// or the device runs code of the kernel that has no copy engine: it depends on nothing else.
+template <class... Parameters>
+std::optional<RingLaunch> ring_of(void (*kernel)(Parameters...), int64_t rows, int64_t length,
+                                  const char* op) {
+  const int64_t parts = parts_of(length);
+  if (parts < 2 || parts > kMostParts || !can_chain(kernel, op)) return {};
   int device = 0, most = 0;
   check(cudaGetDevice(&device), op);
   check(cudaDeviceGetAttribute(&most, cudaDevAttrMaxSharedMemoryPerBlockOptin, device), op);
-  const int free_bytes = most - int(sizeof(RingMemory));
-  shape.slots = std::min(kMostSlots, free_bytes / slot_bytes);
-  // A slot more than are waited for, so that something is always on its way.
-  shape.ahead = std::min(ahead, (shape.slots - 1) / std::min(shape.parts, parts_of_block) - 1);
-  if (shape.ahead < 0) return {};
-  made.launch = {0, shape.part / kPartOfThread + kHelpingWarps * kWarp,
-                 int64_t(shape.slots) * slot_bytes, shape.blocks, false};
+  const int part = int(part_of(length)), slot_bytes = part * int(sizeof(RowRing::T));
+  const int slots = std::min(kMostSlots, (most - int(sizeof(RingMemory))) / slot_bytes);
+  if (slots < kLeastSlots) return {};
+  RingLaunch made{{0, part / kPartOfThread + kHelpingWarps * kWarp, int64_t(slots) * slot_bytes,
+                   int(parts), false},
+                  {rows, length, part, int(parts), slots}};
   allow_shared_memory(kernel, made.launch, op);
   const int64_t clusters = std::min(rows, clusters_at_once(kernel, made.launch, op));
   if (clusters == 0) return {};
-  made.launch.blocks = unsigned(clusters * shape.blocks);
+  made.launch.blocks = unsigned(clusters * parts);
   return made;
 }
 
