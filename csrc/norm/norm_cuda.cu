@@ -275,8 +275,7 @@ __global__ void __launch_bounds__(cuda::kMostRingThreads, 1)
 
 // Long rows whose sums are those of parts, and whether these are such rows: by their dtypes and
 // their length, not by where they lie, so that a row has the same bits anywhere. Vectors of float32
-// would not fit into registers, and of a residual half as many rows would be on their way: those
-// rows are held.
+// would not fit into registers, and rows with a residual would need two slots each: they are held.
 template <class Kind>
 bool run_in_parts(const Norm& norm, cudaStream_t queue) {
   const auto rows = {norm.x, norm.out}, vectors = {norm.weight, norm.bias};

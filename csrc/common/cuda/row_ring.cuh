@@ -10,6 +10,7 @@
 
 #include <optional>
 
+#include "common/cuda/announced_stores.cuh"
 #include "common/cuda/streamed_rows.cuh"
 
 namespace dsx::cuda {
@@ -55,55 +56,6 @@ struct alignas(128) RingMemory {
     return {kUsual + int(k % kAgain), int(k / kAgain % 2)};
   }
 };
-
-// Begins to copy bytes of shared memory, of which threads have shown what they wrote to it, and
-// waits until they have been read.
-__device__ inline void store_piece(void* far, const void* near, int bytes, uint64_t policy) {
-#if __CUDA_ARCH__ >= 900
-  asm volatile(
-      "cp.async.bulk.global.shared::cta.bulk_group.L2::cache_hint [%0], [%1], %2, %3;" ::"l"(far),
-      "r"(shared_address(near)), "r"(bytes), "l"(policy)
-      : "memory");
-  asm volatile("cp.async.bulk.commit_group;" ::: "memory");
-  asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
-#endif
-}
-// So that the engine sees what this thread wrote to shared memory.
-__device__ inline void show_to_engine() {
-#if __CUDA_ARCH__ >= 900
-  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
-#endif
-}
-
-// Writes to where block number `rank` of the cluster has what this one has at `near`, and tells the
-// barrier that is there what this one has at `barrier`.
-__device__ inline void tell_in_cluster(float* near, Barrier* barrier, unsigned rank, float value) {
-#if __CUDA_ARCH__ >= 900
-  unsigned there = shared_address(near), its_barrier = shared_address(barrier);
-  asm volatile("mapa.shared::cluster.u32 %0, %0, %1;" : "+r"(there) : "r"(rank));
-  asm volatile("mapa.shared::cluster.u32 %0, %0, %1;" : "+r"(its_barrier) : "r"(rank));
-  asm volatile(
-      "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.b32 [%0], %1, [%2];" ::"r"(there),
-      "r"(__float_as_uint(value)), "r"(its_barrier)
-      : "memory");
-#endif
-}
-// Until a phase of a barrier of this block has ended, where what others of the cluster told it can
-// be read then.
-__device__ inline void wait_for_told(Barrier* barrier, int phase) {
-#if __CUDA_ARCH__ >= 900
-  uint32_t ended;
-  do {
-    asm volatile(
-        "{ .reg .pred p;"
-        " mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 p, [%1], %2;"
-        " selp.u32 %0, 1, 0, p; }"
-        : "=r"(ended)
-        : "r"(shared_address(barrier)), "r"(phase)
-        : "memory");
-  } while (ended == 0);
-#endif
-}
 
 class RowRing {
  public:
@@ -294,7 +246,8 @@ struct RingLaunch {
 };
 
 // For so many rows of this length. None where the rows have not as many parts as clusters can have,
-// or the device runs code of the kernel that has no copy engine: it depends on nothing else.
+// or the device has no room for one, or runs code of the kernel that has no copy engine. How many
+// rows there are does not matter to that.
 template <class... Parameters>
 std::optional<RingLaunch> ring_of(void (*kernel)(Parameters...), int64_t rows, int64_t length,
                                   const char* op) {
