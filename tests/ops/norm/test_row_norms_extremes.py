@@ -86,15 +86,15 @@ def test_rows_in_clusters_whose_sums_are_taken_again(kind: Kind, n: int, device:
     rows = 7 if device == "cpu" else 70 * 65_536 // n
     x = make((rows, n), F32, 0, device)
     x[1::7] += 300
-    x[2::7, :16] += 300
+    x[2::7, :8] += 300
     x[3::7] *= 1e30
     x[4::7] *= 1e-30
-    x[5::7] *= 1e30
-    x[5::7, :16] += 3e32
+    x[5::7] *= 1e-21
+    x[5::7, :8] += 3e-19
     x = x.to(BF16)
     got, want = kind.op(x, eps=0.0), kind.ref(x.cpu().double(), eps=0.0)
     size = want.abs() + want.abs().mean(-1, keepdim=True)
-    assert_within("out", got.cpu(), want, (n / 32 + 32) * ROUNDING * 8 * size)
+    assert_within("out", got.cpu(), want, 2e-5 * size)
     for row in range(6):
         assert torch.equal(kind.op(x[row : row + 1], eps=0.0)[0], got[row])
 
