@@ -7,13 +7,6 @@
 namespace dsx {
 namespace {
 
-// Rounded as is written here, wherever it is compiled.
-__device__ inline RowFloats scaled(RowFloats x, float scale) {
-#pragma unroll
-  for (float& lane : x.lanes) lane = __fmul_rn(lane, scale);
-  return x;
-}
-
 // What a thread holds of a row: powers, and what each vector's are relative to.
 struct HeldPowers {
   RowFloats powers[cuda::kVectorsOfPart];
@@ -46,11 +39,9 @@ __global__ void __launch_bounds__(cuda::kMostRingThreads, 1)
       return lane % 2 == 0 ? totals.largest : totals.inverse;
     });
   }
-  const float scale = softmax.scores.scale;
+  const RowFloats scale = softmax.scores.scale;
   using Place = cuda::RowRing::Place;
-  const auto score = [&](const Place& at, int i) {
-    return scaled(floats_of(ring.vector(at, i)), scale);
-  };
+  const auto score = [&](const Place& at, int i) { return floats_of(ring.vector(at, i)) * scale; };
   // Row number k of the cluster.
   const auto put = [&](const Place& place, unsigned k, HeldPowers& held) {
     if (place.row >= softmax.rows) return;
@@ -112,7 +103,7 @@ __global__ void __launch_bounds__(cuda::kPartThreads)
   const cuda::TwiceRead<Team, Any, 1> reader{
       {softmax.x.row<Any>(blockIdx.x)}, 0, softmax.length, softmax.length, aligned};
   const auto score = [&](const RowFloats& x, int count) {
-    RowFloats found = scaled(x, softmax.scores.scale);
+    RowFloats found = x * RowFloats(softmax.scores.scale);
 #pragma unroll
     for (int k = 0; k < kRowVector; ++k) found.lanes[k] = k < count ? found.lanes[k] : -INFINITY;
     return found;
