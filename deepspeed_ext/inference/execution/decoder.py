@@ -54,6 +54,7 @@ class Rows(NamedTuple):
         x: those that go into the first layer.
         slots: as of `Decoder.hidden`, as are counts and pack.
         is_step: whether they are what `Decoder.step` takes, and their logits are wanted.
+        wanted: which tokens of a row; after attention the last layer goes on with these. None: all.
     """
 
     x: Tensor
@@ -61,6 +62,7 @@ class Rows(NamedTuple):
     counts: Tensor | None = None
     pack: PackedPrefill | None = None
     is_step: bool = False
+    wanted: slice | Tensor | None = None
 
 
 class _LayerContext(NamedTuple):
@@ -69,6 +71,7 @@ class _LayerContext(NamedTuple):
     Args:
         has_few_rows: whether linear layers add what they are to be added to in the same pass.
         next_norm: what comes after this layer, if that is a norm.
+        wanted: as of `Rows`, in the last layer.
     """
 
     i: int
@@ -78,6 +81,14 @@ class _LayerContext(NamedTuple):
     pack: PackedPrefill | None
     has_few_rows: bool
     next_norm: NormWeights | None
+    wanted: slice | Tensor | None
+
+    def after_attention(self, *of_tokens: Tensor) -> tuple["_LayerContext", tuple[Tensor, ...]]:
+        """Return what is left of hidden states when no token looks at others any more."""
+        if self.wanted is None:
+            return self, of_tokens
+        left = tuple(each[:, self.wanted] for each in of_tokens)
+        return self._replace(has_few_rows=are_few(left[0])), left
 
 
 class _HiddenState(NamedTuple):
@@ -208,10 +219,12 @@ class Decoder:
         states, layers = [_HiddenState(rows.x) for rows in some], self.weights.layers
         last_norms = [self._norm_in_last_layer if rows.is_step else None for rows in some]
         for i, layer in enumerate(layers if self.stream is None else self.stream.turns()):
-            for k, (x, slots, counts, pack, _) in enumerate(some):
-                next_norm = layers[i + 1].attention_norm if i + 1 < len(layers) else last_norms[k]
+            for k, (x, slots, counts, pack, _, wanted) in enumerate(some):
+                next_norm = last_norms[k]
+                if i + 1 < len(layers):
+                    next_norm, wanted = layers[i + 1].attention_norm, None
                 context = _LayerContext(
-                    i, cache.layer(i), slots, counts, pack, are_few(x), next_norm
+                    i, cache.layer(i), slots, counts, pack, are_few(x), next_norm, wanted
                 )
                 states[k] = block(layer, states[k], context)
         both = zip(some, states, strict=True)
@@ -317,6 +330,7 @@ class Decoder:
         """Return hidden states after a layer."""
         h, x = self._norm_of_state(state, layer.attention_norm)
         mixed, post_norm = self._attention(layer, h, context), layer.attention_post_norm
+        context, (mixed, x) = context.after_attention(mixed, x)
         if layer.experts is not None:
             state = self._added(layer.out, mixed, x, post_norm, context)
             return self._after_experts(layer, layer.experts, state)
@@ -342,6 +356,7 @@ class Decoder:
         """Return the same where attention and feed-forward block read the same."""
         h, x = self._add_and_norm(state.x, state.left, layer.attention_norm)
         mixed = self._attention(layer, h, context)
+        context, (mixed, x, h) = context.after_attention(mixed, x, h)
         if layer.mlp_norm is not None:
             h = self._normed(x, layer.mlp_norm)
         x = layer.out(mixed, residual=x)
@@ -353,7 +368,8 @@ class Decoder:
     ) -> _HiddenState:
         """Return the same where each norm is over a sum; nothing is left."""
         mixed = self._attention(layer, state.x, context)
-        state = self._added(layer.out, mixed, state.x, None, context)
+        context, (mixed, x) = context.after_attention(mixed, state.x)
+        state = self._added(layer.out, mixed, x, None, context)
         x, _ = self._add_and_norm(state.x, state.left, layer.attention_norm)
         assert layer.down is not None
         state = self._added(layer.down, self._widened(layer, x), x, None, context)
