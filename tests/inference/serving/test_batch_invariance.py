@@ -168,7 +168,7 @@ def test_prompts_longer_than_a_part(padded: bool, device: str) -> None:
     draw = random.Random(3)
     wanted = SamplingOptions(max_new_tokens=30, temperature=1.0, seed=5, logprobs=0)
     some = [([draw.randrange(97) for _ in range(length)], wanted) for length in lengths]
-    options: dict[str, Any] = dict(max_tokens=3072, padded=padded)
+    options: dict[str, Any] = dict(max_tokens=3 * CHUNK, padded=padded)
     expected = alone(device, some, **options)
     engine = make(device, max_batch=4, **options)
     assert together(engine, some) == expected
