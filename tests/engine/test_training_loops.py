@@ -79,7 +79,10 @@ def trains(row, folder):
     )
     assert loader is scheduler is None and isinstance(optimizer, OffloadOptimizer) == offloads
     rest = {local(p).device.type for p in engine.parameters()}
-    assert rest == {"cpu" if offload == "params" else home()}
+    if offload == "params":  # one process streams, and small parameters stay on the device
+        assert "cpu" in rest and rest <= {"cpu", home()}
+    else:
+        assert rest == {home()}
     wanted = by_hand(stage, precision, steps, offloads, STEPS * steps)
     for number in range(STEPS * steps):
         loss = loss_of(engine, number)
