@@ -17,7 +17,7 @@ from deepspeed_ext.offload.host_optimizer import HostOptimizer, offloaded
 from deepspeed_ext.offload.host_tensors import host_bytes
 from deepspeed_ext.offload.memory import Memory
 from deepspeed_ext.offload.param_table import BUCKET, ParamTable
-from deepspeed_ext.offload.streamed import home_of, set_home
+from deepspeed_ext.offload.streamed import home_of, is_in_memory, set_home
 from deepspeed_ext.offload.tiers.disk_state import shape_of
 from deepspeed_ext.offload.tiers.room import (
     RingRoom,
@@ -321,7 +321,8 @@ class _Plan:
         gradients += max((gradient_bytes(param, is_summed=False) for param in freed), default=0)
         counts = 4 * len(rows)  # of steps
         room = ring_room("OffloadOptimizer", budget, kinds, gradients, counts)
-        left = budget - room.nbytes - gradients - counts
+        there = sum(param.nbytes for param, _ in rows if is_in_memory(param))
+        left = budget - room.nbytes - gradients - counts - there
         total = sum(param.nbytes for param, _ in rows)
         most = total if fraction is None else round((1 - fraction) * total)
         staged = largest = 0  # gradients of parameters in memory; as few as of a bucket are enough
@@ -355,7 +356,7 @@ class _Plan:
 
     def bytes_there(self) -> int:
         """Return the bytes of those that do."""
-        owners = filter(rests_on_host, self._made.values())
+        owners = (o for o in self._made.values() if rests_on_host(o) or is_in_memory(o))
         return sum(local(owner).nbytes for owner in owners if not owner.is_meta)
 
     def is_on_disk(self, param: Tensor) -> bool:
@@ -431,9 +432,9 @@ def _add_weights(
     """Add weights where they are, and copies of them."""
     for params in _group_params(host_optimizer):
         for param in params:
-            if plan.rests(param):
+            if plan.rests(param) or is_in_memory(param):
                 host[AT_REST] += local(param).nbytes
-            elif home_of(param) is None:  # else it is streamed, and in host memory already
+            elif home_of(param) is None:  # else it is streamed
                 gpu[WEIGHTS] += local(param).nbytes
         copied = [local(p) for p in params if plan.copies(p) and home_of(p) is None]
         host[WEIGHTS] += host_bytes(copied)

@@ -8,6 +8,7 @@ from stream_cases import Model, assert_equal_models, loss_of, on_disk, some_ids
 
 from deepspeed_ext import offload, zero
 from deepspeed_ext.io.extents import whole_pages
+from deepspeed_ext.offload.streamed import home_of
 
 STEPS = 6
 
@@ -24,6 +25,27 @@ def budget_for(model, blocks, prefetch):
     """Return one that holds so many blocks beside those that are read, and not one byte more."""
     sizes, read = sizes_of(model)
     return sum(sizes) if blocks == len(sizes) else (1 + prefetch) * read + sum(sizes[:blocks])
+
+
+@pytest.mark.parametrize("blocks", [0, 1, 4])
+def test_the_optimizer_counts_what_rests_in_memory(tmp_path, blocks):
+    """Once: what is there already is not to be had beside it."""
+    model = Model(dtype=torch.bfloat16)
+    budget, kept = budget_for(model, blocks, 1), sum(sizes_of(model)[0][:blocks])
+    usual = offload.estimate(model.parameters(), free_grads=True)
+    handle = zero.stream(model, to="cpu", memory_budget=budget, **on_disk(tmp_path))
+    found = offload.estimate(model.parameters(), free_grads=True, memory_budget="1GiB")
+    there = sum(p.nbytes for p in model.parameters() if home_of(p) and not handle._scratch.has(p))
+    assert found.host.get("weights at rest", 0) == there <= kept
+    assert found.there == there and found.needed_bytes < usual.needed_bytes + there
+    least = found.needed_bytes + there - found.host["gradients"]
+    for more in (0, -1):
+        options = dict(model=model, lr=1e-2, free_grads=True, memory_budget=least + more)
+        if more == 0:
+            offload.OffloadOptimizer(model.parameters(), **options).close()
+        else:
+            with pytest.raises(ValueError, match=f"memory_budget is {least - 1}, expected at"):
+                offload.OffloadOptimizer(model.parameters(), **options)
 
 
 @pytest.mark.parametrize("blocks", [0, 1, 4])
