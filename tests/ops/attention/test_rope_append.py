@@ -65,9 +65,9 @@ def assert_right(q: Tensor, k: Tensor, v: Tensor, kv: PagedKV, *args: Any, **opt
 
 @pytest.mark.parametrize("width", [1, 7, 64, 80, 128, 256])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("tokens", [1, 5])
+@pytest.mark.parametrize("tokens", [1, 5, 40])
 def test_values(dtype: torch.dtype, width: int, tokens: int, device: str) -> None:
-    kv = make_kv(LENGTHS, 2, width, dtype, device)
+    kv = make_kv([max(tokens, length) for length in LENGTHS], 2, width, dtype, device)
     q, k, v = operands(tokens, width, dtype, device)
     frequencies = rope_frequencies(max(2, width // 2 * 2))[: width // 2].to(device)
     assert_right(q, k, v, kv, frequencies)
