@@ -12,9 +12,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from deepspeed_ext.inference.execution.decoder import Decoder, PackedPrefill, Rows
+from deepspeed_ext.inference.execution.decoder import Decoder
 from deepspeed_ext.inference.execution.graphs import Graphs, Recordings
 from deepspeed_ext.inference.execution.kv_cache import KVCache
+from deepspeed_ext.inference.execution.layer_context import PackedPrefill, Rows
 from deepspeed_ext.inference.execution.sampling import (
     History,
     Kind,
@@ -151,12 +152,7 @@ class ModelRunner:
         return kept
 
     def prefill(self, part: PromptPart, pad_to: int) -> Prefilled:
-        """Prefill a part of a prompt.
-
-        Args:
-            part: likewise.
-            pad_to: a multiple of this many tokens is computed.
-        """
+        """Prefill a part of a prompt; a multiple of so many tokens is computed."""
         rows = self._rows_of(part, pad_to)
         return _prefilled(self._decoder.pass_over([rows], self._cache)[0], part)
 
@@ -168,7 +164,9 @@ class ModelRunner:
         slots = self._sent([part.slot], torch.int32)
         sent = self._sent(padded, torch.int64)[None]
         x = self._decoder.embedded(sent, self._cache, slots, counts)
-        return Rows(x, slots, counts, wanted=None if part.wants_all else slice(count - 1, count))
+        # The last token by itself in any case, so that it is the same whoever wants others, too.
+        last = slice(count - 1, count)
+        return Rows(x, slots, counts, wanted=(slice(count), last) if part.wants_all else (last,))
 
     def prefill_packed(
         self, running: list[int], slots: list[int], parts: list[list[int]], pad_to: int
@@ -347,5 +345,4 @@ def _prefilled(hidden: Tensor, part: PromptPart) -> Prefilled:
     """Return hidden states, (1, tokens, hidden), of those tokens of a part that are wanted."""
     if not part.wants_all:
         return Prefilled(hidden[:, 0], [None])
-    count = len(part.tokens)
-    return Prefilled(hidden[:, count - 1].clone(), [hidden[0, :count]])
+    return Prefilled(hidden[:, -1].clone(), [hidden[0, :-1]])

@@ -12,7 +12,7 @@ from deepspeed_ext.inference.serving.slot_table import Batch, ByState, batches_o
 
 # Tokens of a prompt that are prefilled at once, and of a pack. Fewer fill large GPUs less evenly.
 CHUNK = 2048
-_TOGETHER = 1024  # tokens of several prompts in a step, for which running requests have to wait
+_TOGETHER = 1024  # tokens of several prompts in a step: running requests wait for all of them
 PACKED = 2 * CHUNK  # tokens that the rows of a pack have together in attention, padding included
 _LEAST = 256  # tokens that fewer cost as much as, as all weights are read for them
 
@@ -81,7 +81,7 @@ def plan_step(requests: ByState, packs: bool, shares_passes: bool = False) -> St
 
 
 def _parts_alone(prefilling: list[Request], most: int, least: int) -> list[Part]:
-    """Return some prompts, or parts of some, of so many tokens or one, each for rows of its own.
+    """Return some prompts, or parts of some, each for rows of its own: one, or of so many tokens.
 
     Args:
         least: tokens that fewer are counted as.

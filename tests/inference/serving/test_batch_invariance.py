@@ -176,6 +176,18 @@ def test_prompts_longer_than_a_part(padded: bool, device: str) -> None:
 
 
 @ON_BOTH
+def test_what_follows_is_the_same_for_who_looks_at_the_prompt(device: str) -> None:
+    """By prompt_logprobs, and by as few of these as can be asked for."""
+    draw, engine = random.Random(5), make(device, max_batch=2)
+    for length in (2, 40, 70, 200):
+        prompt = [draw.randrange(97) for _ in range(length)]
+        plain = SamplingOptions(max_new_tokens=6, logprobs=0)
+        looks = SamplingOptions(max_new_tokens=6, logprobs=0, prompt_logprobs=0)
+        kept, found = (engine.generate([prompt], each)[0] for each in (plain, looks))
+        assert (found.tokens, found.logprobs) == (kept.tokens, kept.logprobs)
+
+
+@ON_BOTH
 @pytest.mark.parametrize("kind", ["int8", "fp8"])
 def test_with_a_cache_of_codes(kind: str, device: str) -> None:
     some = asked(12, seed=4)
