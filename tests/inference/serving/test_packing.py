@@ -163,7 +163,8 @@ def test_others_go_on_beside_a_pack(ahead: bool, device: str, packs: Packs) -> N
         check_alike(engine.generate(some, wanted), expected)
         assert max(len(pack.running) for pack in packs) > most // 2
         for running, slots_of_parts, parts in packs:
-            assert not set(running) & set(slots_of_parts) and len(running) <= most
+            assert not set(running) & set(slots_of_parts)
+            assert len(running) < slots and len(running) <= ROWS
             assert len(running) + sum(map(len, parts)) <= CHUNK
         packs.clear()
         tiny.check_all_is_free(engine)
