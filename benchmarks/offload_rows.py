@@ -68,6 +68,9 @@ def _rows() -> dict[str, Row]:
         found[f"only-streamed-{form}"] = Row(f"step, {state}, {STREAMED}, alone", names, form)
         names = (ours(form, FROM_DISK), ours(form, STREAMED))
         found[f"nvme-{form}"] = Row(f"step, {state}, {FROM_DISK}", names, form)
+        # On a small host, too: only-streamed-nvme-compact, likewise, with --nvme-path
+        names = (ours(form, FROM_DISK),)
+        found[f"only-streamed-nvme-{form}"] = Row(f"step, {state}, {FROM_DISK}, alone", names, form)
         names = (ours(form, ALL_ON_DISK), ours(form, FROM_DISK), ours(form, STREAMED))
         found[f"all-nvme-{form}"] = Row(f"step, {state}, {ALL_ON_DISK}", names, form)
         names = (ours(form, ALL_ON_DISK),)

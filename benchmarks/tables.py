@@ -340,6 +340,7 @@ def _offload() -> Table:
         "others",
         "only",
         "only-streamed",
+        "only-streamed-nvme",
         "nvme",
         "all-nvme",
         "only-nvme",

@@ -83,6 +83,7 @@ ROOMS = {  # inside of a package, likewise; its __init__ may import all
         ("tiers",),
         ("activations",),
         ("pipeline", "state_intake"),
+        ("memory_budget",),
         ("disk", "memory_estimate", "state_of_params"),
         ("optimizer",),
         ("summed_gradient", "timeline"),
@@ -210,7 +211,7 @@ ROOMS = {  # inside of a package, likewise; its __init__ may import all
     ),
     "inference/execution": (
         ("graphs", "layer_stream", "page_table", "sampling", "to_device", "varlen_batch"),
-        ("encoder", "experts", "kv_cache", "scoring"),
+        ("encoder", "experts", "kv_cache", "layer_context", "scoring"),
         ("decoder",),
         ("runner",),
         ("memory_budget",),

@@ -1,6 +1,7 @@
 // The loops of an optimizer step over one tensor; compiled once per ISA, after the Rule's formula.
 // Memory goes on to the end of the last line: tails are padded.
 #include DSX_FORMULA
+#include "common/simd/copy_row.inl"
 #include "common/simd/sum.inl"
 #include "optimizers/blocks_cpu.inl"
 #include "optimizers/storage_cpu.inl"
@@ -108,7 +109,7 @@ void step_range(const StepTypes& types, const StepTensor<Rule::kStates>& tensor,
     for (; end - begin >= kStreamedElements; begin += kStreamedElements) {
       const TensorConstants<Rule> of_part{of_tensor.constants, noise_from(of_tensor.noise, begin)};
       step_lines(types, streamed.part(begin), of_part, 0, kStreamedElements);
-      streamed.store(begin);
+      streamed.store(begin, copy_past_cache);
     }
     end_past_cache();
   }

@@ -2,34 +2,14 @@
 // reads the line that it writes to first, a third more of all that such a step moves.
 #pragma once
 
-#include <cstring>
-
 #include "common/simd/past_cache.h"
 #include "optimizers/step.h"
-
-#ifdef __SSE2__
-#include <emmintrin.h>
-#endif
 
 namespace dsx {
 
 constexpr int64_t kStreamedElements = 2048;  // stepped within the cache, then sent to memory
 constexpr int64_t kLeastStreamed = 1 << 18;  // elements: smaller tensors may be read again soon
-constexpr int64_t kStreamedBytes = 16;       // of one store
 static_assert(kStreamedElements % kCodesBlock == 0);
-
-// Copies between aligned places; the bytes are a multiple of a store's.
-inline void stream(void* target, const void* source, int64_t bytes) {
-#ifdef __SSE2__
-  auto* to = static_cast<__m128i*>(target);
-  const auto* from = static_cast<const __m128i*>(source);
-  for (int64_t i = 0; i < bytes / kStreamedBytes; ++i) {
-    _mm_stream_si128(to + i, _mm_load_si128(from + i));
-  }
-#else
-  memcpy(target, source, size_t(bytes));
-#endif
-}
 
 template <class Rule>
 class Streamed {
@@ -53,7 +33,7 @@ class Streamed {
     for (const Array& array : arrays_) {
       if (array.target == nullptr) continue;
       any = true;
-      if (reinterpret_cast<uintptr_t>(array.target) % kStreamedBytes != 0) return false;
+      if (!begins_line(array.target)) return false;
     }
     return any;
   }
@@ -77,12 +57,13 @@ class Streamed {
     return tensor;
   }
 
-  // Sends what was written to them where it belongs.
-  void store(int64_t first) const {
+  // Sends what was written to them where it belongs, whole lines: copy(source, target, bytes).
+  template <class Copy>
+  void store(int64_t first, const Copy& copy) const {
     for (const Array& array : arrays_) {
       if (array.target == nullptr) continue;
-      stream(array.target + first * array.element_bytes, array.cached,
-             kStreamedElements * array.element_bytes);
+      copy(array.cached, array.target + first * array.element_bytes,
+           kStreamedElements * array.element_bytes);
     }
   }
 

@@ -12,12 +12,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from deepspeed_ext.dtensors import is_dtensor, least_over_meshes, local, rests_on_host, spread
+from deepspeed_ext.dtensors import is_dtensor, local, rests_on_host, spread
 from deepspeed_ext.offload.host_optimizer import HostOptimizer, offloaded
 from deepspeed_ext.offload.host_tensors import host_bytes
 from deepspeed_ext.offload.memory import Memory
+from deepspeed_ext.offload.memory_budget import budget_for, bytes_at_rest
 from deepspeed_ext.offload.param_table import BUCKET, ParamTable
-from deepspeed_ext.offload.streamed import home_of, set_home
+from deepspeed_ext.offload.streamed import home_of, is_in_memory, set_home
 from deepspeed_ext.offload.tiers.disk_state import shape_of
 from deepspeed_ext.offload.tiers.room import (
     RingRoom,
@@ -177,19 +178,18 @@ def estimate(
     """
     if not 0 <= gpu_fraction <= 1:
         raise ValueError(f"estimate: gpu_fraction is {gpu_fraction}, expected 0 to 1")
-    memory_budget = budget_for(device, bytes_in("estimate: memory_budget", memory_budget))
+    given_budget = bytes_in("estimate: memory_budget", memory_budget)
     plan = _Plan(gpu_fraction, dtype or torch.get_default_dtype())
     given = model.parameters() if isinstance(model, nn.Module) else model
     groups = list(plan.without_memory(given))
+    memory_budget = budget_for(device, given_budget, plan.owners())
     host_optimizer = offloaded(optimizer_class, plan.table.cut, plan.table.share)(groups, **kwargs)
     available = free_memory()
-    share = available // local_processes()
     ring = None
     if device == "nvme" and memory_budget is not None:
         ring = plan.put_on_disk(host_optimizer, memory_budget, nvme_fraction, free_grads)
-    gpu: Counter[str] = Counter({WEIGHTS: 0, GRADIENTS: 0})
-    disk: Counter[str] = Counter()
-    host: Counter[str] = Counter({WEIGHTS: 0, GRADIENTS: 0})
+    gpu, host = (Counter[str]({WEIGHTS: 0, GRADIENTS: 0}) for _ in range(2))
+    disk = Counter[str]()
     _add_weights(gpu, host, plan, host_optimizer)
     if ring is not None:
         host[RING] = ring.nbytes
@@ -209,7 +209,7 @@ def estimate(
             host.update(_state_bytes(bucket))
             (kept if rests else buckets).append(bucket)
     if durable and ring is not None:
-        _add_commits(disk, gpu[WEIGHTS] + host[AT_REST], [*kept, *buckets])
+        _add_commits(disk, sum(local(p).nbytes for p in plan.owners()), [*kept, *buckets])
     gradients = list(map(_weight_bytes, buckets))
     largest = max(gradients, default=0)
     gpu[GRADIENTS] += largest if free_grads else sum(gradients)
@@ -217,8 +217,9 @@ def estimate(
         summed = [p for bucket in (*buckets, *on_disk) for p in bucket.params]
         host[SUMS] = sum(local(p).numel() * sum_width(p) for p in summed)
         largest = max((local(p).nbytes for p in summed), default=0)  # each leaves by itself
-    there, at_rest = plan.bytes_there(), [b for b in (*kept, *on_disk) if plan.rests(b.params[0])]
-    host[GRADIENTS] = sum(map(_weight_bytes, at_rest))
+    there, others = bytes_at_rest(plan.owners()), (*kept, *on_disk)
+    host[GRADIENTS] = sum(_weight_bytes(b) for b in others if plan.rests(b.params[0]))
+    share = available // local_processes()
     memory = _shared(sum(host.values()), largest, memory_budget, share + there)
     host[GRADIENTS] += largest if free_grads else min(sum(gradients), memory.gradients or 0)
     host[SHADOW] = _shadow_bytes(buckets, memory.shadow)
@@ -235,24 +236,6 @@ def estimate(
         plan.numbers_on_disk(),
         there,
     )
-
-
-def budget_for(device: str, memory_budget: int | None) -> int | None:
-    """Return the budget; state on disk has one in any case: a part of what there is."""
-    if device == "nvme" and memory_budget is None:
-        return 3 * (free_memory() // local_processes()) // 4
-    return memory_budget
-
-
-def common_budget(device: str, memory_budget: int | None, params: Iterable[Tensor]) -> int | None:
-    """Return the budget by which all processes choose the same parameters for the disk.
-
-    They exchange parts of what is in buckets, in one order.
-    """
-    budget = budget_for(device, memory_budget)
-    if device == "cpu" or budget is None:
-        return budget
-    return least_over_meshes(budget, list(params))
 
 
 def bytes_of(param: Tensor) -> int:
@@ -319,9 +302,10 @@ class _Plan:
         freed = [param for param, _ in rows if param.requires_grad and free_grads]
         gradients = sum(gradient_bytes(param, is_summed=True) for param in freed)
         gradients += max((gradient_bytes(param, is_summed=False) for param in freed), default=0)
-        counts = 4 * len(rows)  # of steps
-        room = ring_room("OffloadOptimizer", budget, kinds, gradients, counts)
-        left = budget - room.nbytes - gradients - counts
+        # Numbers of steps, and weights that stream, also of what is stepped where it rests.
+        beside = 4 * len(rows) + sum(p.nbytes for p in self._made if is_in_memory(p))
+        room = ring_room("OffloadOptimizer", budget, kinds, gradients, beside)
+        left = budget - room.nbytes - gradients - beside
         total = sum(param.nbytes for param, _ in rows)
         most = total if fraction is None else round((1 - fraction) * total)
         staged = largest = 0  # gradients of parameters in memory; as few as of a bucket are enough
@@ -353,10 +337,9 @@ class _Plan:
         """Return whether a parameter rests in host memory."""
         return rests_on_host(self._made[param])
 
-    def bytes_there(self) -> int:
-        """Return the bytes of those that do."""
-        owners = filter(rests_on_host, self._made.values())
-        return sum(local(owner).nbytes for owner in owners if not owner.is_meta)
+    def owners(self) -> Iterable[Tensor]:
+        """Return the parameters that it has others in place of."""
+        return self._made.values()
 
     def is_on_disk(self, param: Tensor) -> bool:
         """Return whether the state of a parameter rests on disk."""
@@ -431,9 +414,9 @@ def _add_weights(
     """Add weights where they are, and copies of them."""
     for params in _group_params(host_optimizer):
         for param in params:
-            if plan.rests(param):
+            if plan.rests(param) or is_in_memory(param):
                 host[AT_REST] += local(param).nbytes
-            elif home_of(param) is None:  # else it is streamed, and in host memory already
+            elif home_of(param) is None:  # else it is streamed
                 gpu[WEIGHTS] += local(param).nbytes
         copied = [local(p) for p in params if plan.copies(p) and home_of(p) is None]
         host[WEIGHTS] += host_bytes(copied)

@@ -17,12 +17,8 @@ from deepspeed_ext.offload.copying import copied, rebuilt
 from deepspeed_ext.offload.disk import Disk, commit, folder_of, restore_options, turn
 from deepspeed_ext.offload.hooks import Remove, before_forward, check_model, let_go, watch
 from deepspeed_ext.offload.host_optimizer import offloaded
-from deepspeed_ext.offload.memory_estimate import (
-    bytes_of,
-    common_budget,
-    estimate,
-    kept_on_device,
-)
+from deepspeed_ext.offload.memory_budget import common_budget
+from deepspeed_ext.offload.memory_estimate import bytes_of, estimate, kept_on_device
 from deepspeed_ext.offload.param_table import ParamTable, weakly
 from deepspeed_ext.offload.pipeline import Pipeline
 from deepspeed_ext.offload.state_intake import StateIntake

@@ -55,6 +55,12 @@ def home_of(param: Tensor) -> Home | None:
     return found
 
 
+def is_in_memory(param: Tensor) -> bool:
+    """Tell whether a parameter is streamed from host memory, not from a file."""
+    home = home_of(param)
+    return home is not None and home is not AT_HOME and not home.keeps_memory
+
+
 def set_beside(param: Tensor, is_beside: bool = True) -> None:
     """Say whether a parameter is of a model that streams, itself streamed or not.
 

@@ -79,8 +79,12 @@ def trains(row, folder):
     )
     assert loader is scheduler is None and isinstance(optimizer, OffloadOptimizer) == offloads
     rest = {local(p).device.type for p in engine.parameters()}
-    assert rest == {"cpu" if offload == "params" else home()}
+    if offload == "params":  # one process streams, and small parameters stay on the device
+        assert "cpu" in rest and rest <= {"cpu", home()}
+    else:
+        assert rest == {home()}
     wanted = by_hand(stage, precision, steps, offloads, STEPS * steps)
+    streams_to_gpu = home() == "cuda" and "cpu" in rest and dist.get_world_size() == 1
     for number in range(STEPS * steps):
         loss = loss_of(engine, number)
         if precision != "fp16" and number % 2:
@@ -93,7 +97,11 @@ def trains(row, folder):
         assert engine.was_step_applied() == is_last
         if is_last:
             got = [whole(p) for p in engine.parameters()]
-            assert all(map(torch.equal, got, next(wanted))), number
+            if streams_to_gpu:  # the norm that clips is added up where parameters are
+                for mine, by_parts in zip(got, next(wanted), strict=True):
+                    torch.testing.assert_close(mine.cpu(), by_parts.cpu(), rtol=1e-5, atol=1e-6)
+            else:
+                assert all(map(torch.equal, got, next(wanted))), number
             assert engine.get_global_grad_norm() > 0.5
     assert engine.global_steps == STEPS and engine.micro_steps == STEPS * steps
     assert engine.global_samples == STEPS * steps * 4 * dist.get_world_size()

@@ -14,6 +14,7 @@ from deepspeed_ext.offload import (
     Estimate,
     OffloadOptimizer,
     estimate,
+    memory_budget,
     param_table,
 )
 from deepspeed_ext.offload.pipeline import Memory
@@ -44,7 +45,8 @@ MODULE = sys.modules["deepspeed_ext.offload.memory_estimate"]  # its function ha
 @pytest.fixture(autouse=True)
 def plenty(monkeypatch: pytest.MonkeyPatch) -> None:
     """Have memory for everything; buckets that hold some of the parameters only."""
-    monkeypatch.setattr(MODULE, "free_memory", lambda: 64 * GIB)
+    for module in (MODULE, memory_budget):
+        monkeypatch.setattr(module, "free_memory", lambda: 64 * GIB)
     monkeypatch.setattr(param_table, "BUCKET", 5000)
 
 

@@ -17,7 +17,7 @@ from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 
 from deepspeed_ext import zero
-from deepspeed_ext.offload import OffloadOptimizer, estimate, memory_estimate
+from deepspeed_ext.offload import OffloadOptimizer, estimate, memory_budget, memory_estimate
 from deepspeed_ext.offload.tiers.ring import Ring
 
 STEPS = 6
@@ -204,7 +204,7 @@ def choices(row, folder):
     where = {"device": "nvme", "nvme_path": folder, "memory_budget": budget}
     chosen = []
     for given in (where, where | {"memory_budget": None}):
-        with mock.patch.object(memory_estimate, "free_memory", lambda: budget * 4 // 3):
+        with mock.patch.object(memory_budget, "free_memory", lambda: budget * 4 // 3):
             ours = OffloadOptimizer(net.parameters(), **given, **OPTIONS)
         rows = map(ours._pipeline.table.get, net.parameters())
         chosen.append([row.is_on_disk for row in rows])
@@ -218,7 +218,8 @@ def choices(row, folder):
 
 def test_processes_of_one_host_share_its_memory(monkeypatch):
     params = [(100_000,)] * 20
-    monkeypatch.setattr(memory_estimate, "free_memory", lambda: 16 << 20)
+    for module in (memory_budget, memory_estimate):
+        monkeypatch.setattr(module, "free_memory", lambda: 16 << 20)
     alone = estimate(params, device="nvme")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     among = estimate(params, device="nvme")

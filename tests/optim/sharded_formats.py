@@ -50,8 +50,9 @@ def formats_when_sharded(name, folder):
     steps(2, *pairs)
     for pair in pairs[1:]:
         assert_same(whole(*pair), whole(*pairs[0]))
-    with pytest.raises(ValueError, match=r"expected Shard\(0\) or Replicate with state_dtype="):
-        make(row, Shard(1), SHAPES[:1], **options)
+    if dist.get_world_size() > 1:  # one process has all of each row
+        with pytest.raises(ValueError, match=r"expected Shard\(0\) or Replicate with state_dtype="):
+            make(row, Shard(1), SHAPES[:1], **options)
 
     # Codes are saved as float32, which any sharding loads, the same one without a change.
     coded = {"state_dtype": torch.uint8, "master": "remainder"}

@@ -5,14 +5,10 @@
 #include <cuda_fp8.h>
 
 #include "common/cuda/vector_io.cuh"
-#include "common/cuda/warp.cuh"
+#include "attention/cache/rope_angle_cuda.cuh"
 #include "attention/cache/rope_append.h"
 
-namespace dsx {
-
-#include "attention/cache/rope_math.inl"
-
-namespace cuda {
+namespace dsx::cuda {
 
 // Calls body(i, element) for all kEach elements of this lane, also for those behind a head.
 template <int kEach, class Body>
@@ -47,18 +43,40 @@ __device__ inline void read_elements(Pointer<Any> source, int width, float (&ele
 template <int kEach, class T>
 __device__ inline void write_elements(T* target, int width, const float (&elements)[kEach]) {
   for_each_element<kEach>([&](int i, int element) {
-    if (element < width) target[element] = narrow<T>(elements[i]);
+    if (element < width) target[element] = converted<T>(elements[i]);
   });
+}
+
+// What the elements of a head are multiplied by, beside its weights: of the sum of their squares.
+__device__ inline float norm_factor(const RopeAppend& call, float squares) {
+  return dsx::rsqrt(squares / float(call.kv.width) + call.eps);
+}
+
+// The sum of the squares of a head, as any lanes add it up that have it: in a tree, first every 8
+// consecutive ones, then those sums; of numbers whose indices differ by one bit, the highest first.
+template <int kEach>
+__device__ inline float sum_of_squares(const float (&elements)[kEach]) {
+  static_assert((kEach & (kEach - 1)) == 0, "a tree of pairs");
+  float sums[kEach];
+#pragma unroll
+  for (int i = 0; i < kEach; ++i) {
+    sums[i] = elements[i] * elements[i];
+    for (int bit = 4; bit > 0; bit /= 2) sums[i] += __shfl_xor_sync(0xffffffff, sums[i], bit);
+  }
+#pragma unroll
+  for (int half = kEach / 2; half > 0; half /= 2) {
+#pragma unroll
+    for (int i = 0; i < half; ++i) sums[i] += sums[i + half];
+  }
+  for (int bit = 16; bit > 4; bit /= 2) sums[0] += __shfl_xor_sync(0xffffffff, sums[0], bit);
+  return sums[0];
 }
 
 // The norm of a head, by its weights.
 template <int kEach>
 __device__ inline void normalise(const RopeAppend& call, const float (&weights)[kEach],
                                  float (&elements)[kEach]) {
-  float squares = 0;
-#pragma unroll
-  for (float each : elements) squares += each * each;
-  const float factor = dsx::rsqrt(sum_of_warp(squares) / float(call.kv.width) + call.eps);
+  const float factor = norm_factor(call, sum_of_squares(elements));
 #pragma unroll
   for (int i = 0; i < kEach; ++i) {
     elements[i] = elements[i] * factor * (weights[i] + call.weight_offset);
@@ -84,13 +102,7 @@ class HeadRotation {
   }
 
   __device__ void move_to(uint64_t position) {
-    each_pair([&](int i, int) {
-      const double radians = radians_[i];
-      const bool finite = is_finite(radians);
-      const Angle angle = angle_at(position, finite ? in_turns(radians) : 0);
-      const Value rest(finite ? angle.rest : float(radians - radians));
-      by_[i] = rotation(rest, Value(angle.quarter_cos), Value(angle.quarter_sin), call_.scale);
-    });
+    each_pair([&](int i, int) { by_[i] = rotation_of(radians_[i], position, call_.scale); });
   }
 
   // Of a head that the warp has in shared memory.
@@ -136,6 +148,26 @@ __device__ inline uint8_t code_of(float value) {
   return __nv_cvt_float_to_fp8(value, __NV_SATFINITE, __NV_E4M3);
 }
 
+// How elements become codes, of a head whose largest one this is.
+template <class Kind>
+class Codes {
+ public:
+  float scale;  // what codes are to be multiplied by
+
+  __device__ explicit Codes(float largest) {
+    const bool finite = isfinite(largest);
+    const float exact = largest / Kind::kLargest;
+    none_ = !finite || exact < kLeastScale;
+    factor_ = none_ ? 0.0f : Kind::kLargest / largest;
+    scale = !finite ? NAN : none_ ? 0.0f : exact;
+  }
+  __device__ uint8_t of(float value) const { return none_ ? 0 : code_of<Kind>(value * factor_); }
+
+ private:
+  bool none_;
+  float factor_;
+};
+
 // The elements as a cache of this kind has them: in T, or as codes, which are bytes, with a scale.
 template <class Kind, class T, int kEach>
 struct StoredHead {
@@ -147,7 +179,7 @@ struct StoredHead {
       encode(values, width);
     } else {
 #pragma unroll
-      for (int i = 0; i < kEach; ++i) elements[i] = narrow<T>(values[i]);
+      for (int i = 0; i < kEach; ++i) elements[i] = converted<T>(values[i]);
     }
   }
 
@@ -166,15 +198,11 @@ struct StoredHead {
     for (int distance = 16; distance > 0; distance /= 2) {
       largest = dsx::max(largest, __shfl_xor_sync(0xffffffff, largest, distance));
     }
-    const bool finite = isfinite(largest);
-    const float exact = largest / Kind::kLargest;
-    const bool none = !finite || exact < kLeastScale;
-    const float factor = none ? 0.0f : Kind::kLargest / largest;
+    const Codes<Kind> codes(largest);
 #pragma unroll
-    for (int i = 0; i < kEach; ++i) elements[i] = none ? 0 : code_of<Kind>(values[i] * factor);
-    scale = !finite ? NAN : none ? 0.0f : exact;
+    for (int i = 0; i < kEach; ++i) elements[i] = codes.of(values[i]);
+    scale = codes.scale;
   }
 };
 
-}  // namespace cuda
-}  // namespace dsx
+}  // namespace dsx::cuda

@@ -6,18 +6,16 @@
 
 #include "common/cuda/check.h"
 #include "common/cuda/launch.cuh"
-#include "common/cuda/rows.cuh"
+#include "attention/cache/rope_vectors_cuda.cuh"
 
 namespace dsx {
-
-#include "attention/cache/rope_math.inl"
-
 namespace {
 
+using cuda::is_aligned;
 using cuda::kRowVector;
 using cuda::kThreads;
+using cuda::RowFloats;
 using cuda::RowVector;
-using RowFloats = cuda::Floats<kRowVector>;
 
 constexpr int kAtATime = 2;  // heads of a thread whose loads are under way together
 constexpr int kMostTokens = 32, kMostAngles = 1024;  // that a block has at a time
@@ -28,16 +26,6 @@ struct Shape {
 
   __host__ __device__ int span() const { return lanes * kRowVector; }  // angles of a token
 };
-
-__device__ inline Rotation<cuda::Floats<1>> rotation_of(const Rope& call, uint64_t position,
-                                                        int64_t pair) {
-  const double radians = call.frequencies.at(pair);
-  const bool finite = is_finite(radians);
-  const Angle angle = angle_at(position, finite ? in_turns(radians) : 0);
-  const float rest = finite ? angle.rest : float(radians - radians);
-  return rotation(cuda::Floats<1>(rest), cuda::Floats<1>(angle.quarter_cos),
-                  cuda::Floats<1>(angle.quarter_sin), call.scale);
-}
 
 // The angles of the pairs from `first` on, a span for each token.
 struct Angles {
@@ -51,7 +39,8 @@ struct Angles {
       const int64_t pair = first + (a - token * span), at = first_token + token;
       if (pair >= call.pairs) continue;
       const int64_t batch = call.batches == 1 ? 0 : at / call.tokens;
-      const auto one = rotation_of(call, position_of(call, batch, at - batch * call.tokens), pair);
+      const uint64_t position = position_of(call, batch, at - batch * call.tokens);
+      const auto one = cuda::rotation_of(call.frequencies.at(pair), position, call.scale);
       cos[a] = one.cos.lanes[0];
       sin[a] = one.sin.lanes[0];
     }
@@ -219,12 +208,6 @@ __global__ void __launch_bounds__(kThreads, kBlocks<T>)
     copy_behind(call, at.in<T>(call.q, call.k), at.in<T>(call.q_out, call.k_out), lane, block.lanes,
                 aligned);
   }
-}
-
-bool is_aligned(const Heads& heads) {
-  const uint64_t bytes = uint64_t(bytes_of(heads.dtype));
-  const uint64_t distances = uint64_t(heads.of_batch | heads.of_token | heads.of_head);
-  return (uint64_t(reinterpret_cast<uintptr_t>(heads.data)) | distances * bytes) % 16 == 0;
 }
 
 // All heads of a token at a time, and more tokens where those are few and there are enough to keep

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,6 +11,12 @@ from torch.nn import functional as F
 
 from deepspeed_ext.inference.execution.experts import expert_sums
 from deepspeed_ext.inference.execution.kv_cache import KVCache
+from deepspeed_ext.inference.execution.layer_context import (
+    HiddenState,
+    LayerContext,
+    PackedPrefill,
+    Rows,
+)
 from deepspeed_ext.inference.execution.layer_stream import LayerStream
 from deepspeed_ext.inference.model.architecture import Architecture
 from deepspeed_ext.inference.model.positions import alibi_slopes
@@ -19,7 +25,6 @@ from deepspeed_ext.inference.weights.linear import Linear
 from deepspeed_ext.inference.weights.loader import Layer, NormWeights, Weights
 from deepspeed_ext.ops import (
     NextNorm,
-    PagedKV,
     Undivided,
     append_and_attend_,
     layer_norm,
@@ -28,76 +33,6 @@ from deepspeed_ext.ops import (
     rope_append_,
 )
 from deepspeed_ext.ops.linear.few_rows import are_few
-
-
-class PackedPrefill(NamedTuple):
-    """Tokens that lie end to end: the next one of each running request, then parts of prompts.
-
-    Only attention looks at them apart: running requests are rows of one token, parts are rows
-    padded to the length of the longest.
-
-    Args:
-        running: (rows,), int32: the slots of running requests.
-        to_padded: (batch, n), int64: which packed token is each of a part; any behind its end.
-        to_packed: (tokens of parts,), int64: where in all rows of parts each packed token is.
-    """
-
-    running: Tensor
-    to_padded: Tensor
-    to_packed: Tensor
-
-
-class Rows(NamedTuple):
-    """Hidden states that go through the layers, beside others or alone.
-
-    Args:
-        x: those that go into the first layer.
-        slots: as of `Decoder.hidden`, as are counts and pack.
-        is_step: whether they are what `Decoder.step` takes, and their logits are wanted.
-    """
-
-    x: Tensor
-    slots: Tensor
-    counts: Tensor | None = None
-    pack: PackedPrefill | None = None
-    is_step: bool = False
-
-
-class _LayerContext(NamedTuple):
-    """Where a layer works: its number, its keys and values, and whose tokens there are.
-
-    Args:
-        has_few_rows: whether linear layers add what they are to be added to in the same pass.
-        next_norm: what comes after this layer, if that is a norm.
-    """
-
-    i: int
-    kv: PagedKV
-    slots: Tensor
-    counts: Tensor | None
-    pack: PackedPrefill | None
-    has_few_rows: bool
-    next_norm: NormWeights | None
-
-
-class _HiddenState(NamedTuple):
-    """What a half of a layer leaves to the next one.
-
-    Args:
-        x: hidden states.
-        left: what is left to be added to them. The next norm does that in its own pass over memory,
-            where the linear layer before cannot.
-        normed: what that layer knows of the next norm; None: nothing.
-    """
-
-    x: Tensor
-    left: Tensor | None = None
-    normed: Undivided | None = None
-
-    @property
-    def total(self) -> Tensor:
-        """Hidden states with what is left to be added."""
-        return self.x if self.left is None else self.x + self.left
 
 
 class Decoder:
@@ -205,13 +140,15 @@ class Decoder:
         block = self._parallel_block if self.of.parallel else self._block
         if self.of.norm_place == "after":
             block = self._block_with_norms_after
-        states, layers = [_HiddenState(rows.x) for rows in some], self.weights.layers
+        states, layers = [HiddenState(rows.x) for rows in some], self.weights.layers
         last_norms = [self._norm_in_last_layer if rows.is_step else None for rows in some]
         for i, layer in enumerate(layers if self.stream is None else self.stream.turns()):
-            for k, (x, slots, counts, pack, _) in enumerate(some):
-                next_norm = layers[i + 1].attention_norm if i + 1 < len(layers) else last_norms[k]
-                context = _LayerContext(
-                    i, cache.layer(i), slots, counts, pack, are_few(x), next_norm
+            for k, (x, slots, counts, pack, _, wanted) in enumerate(some):
+                next_norm = last_norms[k]
+                if i + 1 < len(layers):
+                    next_norm, wanted = layers[i + 1].attention_norm, None
+                context = LayerContext(
+                    i, cache.layer(i), slots, counts, pack, are_few(x), next_norm, wanted
                 )
                 states[k] = block(layer, states[k], context)
         both = zip(some, states, strict=True)
@@ -225,7 +162,7 @@ class Decoder:
         fuses = weights.project_out is None and weights.head.fuses_norms
         return weights.final_norm if fuses else None
 
-    def _logits_of(self, state: _HiddenState) -> Tensor:
+    def _logits_of(self, state: HiddenState) -> Tensor:
         """Return the logits of a step."""
         weights = self.weights
         assert weights.head is not None
@@ -313,10 +250,16 @@ class Decoder:
         rows = begins.unsqueeze(1) + steps
         return F.embedding(rows.clamp(0, len(table) - 1), table)
 
-    def _block(self, layer: Layer, state: _HiddenState, context: _LayerContext) -> _HiddenState:
+    def _block(self, layer: Layer, state: HiddenState, context: LayerContext) -> HiddenState:
         """Return hidden states after a layer."""
         h, x = self._norm_of_state(state, layer.attention_norm)
-        mixed, post_norm = self._attention(layer, h, context), layer.attention_post_norm
+        mixed = self._attention(layer, h, context)
+        return context.after_attention(partial(self._rest_of_block, layer), mixed, x)
+
+    def _rest_of_block(
+        self, layer: Layer, context: LayerContext, mixed: Tensor, x: Tensor
+    ) -> HiddenState:
+        post_norm = layer.attention_post_norm
         if layer.experts is not None:
             state = self._added(layer.out, mixed, x, post_norm, context)
             return self._after_experts(layer, layer.experts, state)
@@ -327,21 +270,26 @@ class Decoder:
         return self._added(layer.down, wide, x, post_norm, context, context.next_norm)
 
     def _after_experts(
-        self, layer: Layer, experts: ExpertWeights, state: _HiddenState
-    ) -> _HiddenState:
+        self, layer: Layer, experts: ExpertWeights, state: HiddenState
+    ) -> HiddenState:
         """Return hidden states, to which the sums of experts are left to be added."""
         of = self.of
         assert of.experts is not None
         h, x = self._add_and_norm(state.x, state.left, layer.mlp_norm)
         sums = expert_sums(experts, of.experts, h, of.activation, of.gated)
-        return _HiddenState(x, self._normed(sums, layer.mlp_post_norm))
+        return HiddenState(x, self._normed(sums, layer.mlp_post_norm))
 
     def _parallel_block(
-        self, layer: Layer, state: _HiddenState, context: _LayerContext
-    ) -> _HiddenState:
+        self, layer: Layer, state: HiddenState, context: LayerContext
+    ) -> HiddenState:
         """Return the same where attention and feed-forward block read the same."""
         h, x = self._add_and_norm(state.x, state.left, layer.attention_norm)
         mixed = self._attention(layer, h, context)
+        return context.after_attention(partial(self._rest_of_parallel_block, layer), mixed, x, h)
+
+    def _rest_of_parallel_block(
+        self, layer: Layer, context: LayerContext, mixed: Tensor, x: Tensor, h: Tensor
+    ) -> HiddenState:
         if layer.mlp_norm is not None:
             h = self._normed(x, layer.mlp_norm)
         x = layer.out(mixed, residual=x)
@@ -349,15 +297,20 @@ class Decoder:
         return self._added(layer.down, self._widened(layer, h), x, None, context)
 
     def _block_with_norms_after(
-        self, layer: Layer, state: _HiddenState, context: _LayerContext
-    ) -> _HiddenState:
+        self, layer: Layer, state: HiddenState, context: LayerContext
+    ) -> HiddenState:
         """Return the same where each norm is over a sum; nothing is left."""
-        mixed = self._attention(layer, state.x, context)
-        state = self._added(layer.out, mixed, state.x, None, context)
+        mixed, rest = self._attention(layer, state.x, context), self._rest_with_norms_after
+        return context.after_attention(partial(rest, layer), mixed, state.x)
+
+    def _rest_with_norms_after(
+        self, layer: Layer, context: LayerContext, mixed: Tensor, x: Tensor
+    ) -> HiddenState:
+        state = self._added(layer.out, mixed, x, None, context)
         x, _ = self._add_and_norm(state.x, state.left, layer.attention_norm)
         assert layer.down is not None
         state = self._added(layer.down, self._widened(layer, x), x, None, context)
-        return _HiddenState(self._add_and_norm(state.x, state.left, layer.mlp_norm)[0])
+        return HiddenState(self._add_and_norm(state.x, state.left, layer.mlp_norm)[0])
 
     def _widened(self, layer: Layer, h: Tensor | Undivided) -> Tensor:
         assert layer.up is not None
@@ -369,19 +322,19 @@ class Decoder:
         h: Tensor,
         x: Tensor,
         post_norm: NormWeights | None,
-        context: _LayerContext,
+        context: LayerContext,
         next_norm: NormWeights | None = None,
-    ) -> _HiddenState:
+    ) -> HiddenState:
         """Return x + post_norm(linear(h)), and what is known of next_norm of that."""
         if post_norm is not None or not context.has_few_rows:
-            return _HiddenState(x, self._normed(linear(h), post_norm))
+            return HiddenState(x, self._normed(linear(h), post_norm))
         if next_norm is None or not self._fuses_norms:
-            return _HiddenState(linear(h, residual=x))
+            return HiddenState(linear(h, residual=x))
         norm = NextNorm(next_norm.weight, self.of.eps, self.of.norm_offset)
         total, normed = linear.before_norm(h, norm, residual=x)
-        return _HiddenState(total, None, normed)
+        return HiddenState(total, None, normed)
 
-    def _attention(self, layer: Layer, h: Tensor | Undivided, context: _LayerContext) -> Tensor:
+    def _attention(self, layer: Layer, h: Tensor | Undivided, context: LayerContext) -> Tensor:
         qkv, pack = layer.qkv(h), context.pack
         if pack is None:
             return self._attended(layer, qkv, context.slots, context.counts, context)
@@ -398,7 +351,7 @@ class Decoder:
         qkv: Tensor,
         slots: Tensor,
         counts: Tensor | None,
-        context: _LayerContext,
+        context: LayerContext,
     ) -> Tensor:
         """Return what attention makes of the projections of some rows, which are written."""
         of = self.of
@@ -447,7 +400,7 @@ class Decoder:
         return self._add_and_norm(x, None, norm)[0]
 
     def _norm_of_state(
-        self, state: _HiddenState, norm: NormWeights | None
+        self, state: HiddenState, norm: NormWeights | None
     ) -> tuple[Tensor | Undivided, Tensor]:
         """Return norm(x + left), maybe but for the division, and x + left."""
         if state.normed is not None:

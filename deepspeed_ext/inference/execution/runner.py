@@ -12,9 +12,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from deepspeed_ext.inference.execution.decoder import Decoder, PackedPrefill, Rows
+from deepspeed_ext.inference.execution.decoder import Decoder
 from deepspeed_ext.inference.execution.graphs import Graphs, Recordings
 from deepspeed_ext.inference.execution.kv_cache import KVCache
+from deepspeed_ext.inference.execution.layer_context import PackedPrefill, Rows
 from deepspeed_ext.inference.execution.sampling import (
     History,
     Kind,
@@ -56,12 +57,27 @@ class Prefilled(NamedTuple):
 
     Args:
         last: (rows, hidden): those of running requests, then of the last token of each part.
-        parts: (tokens, hidden) each: those of all tokens of a part. They are views of what the pass
+        parts: (tokens, hidden) each: those of all tokens of a part, or None, where only the last
+            are wanted: then the last layer computes no others. They are views of what the pass
             leaves, all of which is kept as long as they are.
     """
 
     last: Tensor
-    parts: list[Tensor]
+    parts: list[Tensor] | list[None]
+
+
+class PromptPart(NamedTuple):
+    """The next tokens of a prompt.
+
+    Args:
+        slot: of the cache, which has reserved them.
+        tokens: of the prompt, after those that the slot has.
+        wants_all: whether hidden states of all of them are wanted, not of the last one alone.
+    """
+
+    slot: int
+    tokens: list[int]
+    wants_all: bool = False
 
 
 class Inputs(NamedTuple):
@@ -135,26 +151,22 @@ class ModelRunner:
             self._history = self._history._replace(**{name: kept})
         return kept
 
-    def prefill(self, slot: int, tokens: list[int], pad_to: int) -> Prefilled:
-        """Prefill a part of a prompt.
+    def prefill(self, part: PromptPart, pad_to: int) -> Prefilled:
+        """Prefill a part of a prompt; a multiple of so many tokens is computed."""
+        rows = self._rows_of(part, pad_to)
+        return _prefilled(self._decoder.pass_over([rows], self._cache)[0], part)
 
-        Args:
-            slot: of the cache, which has reserved it.
-            tokens: of the prompt, after those that the slot has.
-            pad_to: a multiple of this many is computed.
-        """
-        rows = self._rows_of(slot, tokens, pad_to)
-        return _prefilled(self._decoder.pass_over([rows], self._cache)[0], len(tokens))
-
-    def _rows_of(self, slot: int, tokens: list[int], pad_to: int) -> Rows:
+    def _rows_of(self, part: PromptPart, pad_to: int) -> Rows:
         """Return what goes into the first layer of a part of a prompt."""
-        count = len(tokens)
-        padded = tokens + [0] * (-count % pad_to)
+        count = len(part.tokens)
+        padded = part.tokens + [0] * (-count % pad_to)
         counts = None if len(padded) == count else self._sent([count], torch.int32)
-        slots = self._sent([slot], torch.int32)
-        part = self._sent(padded, torch.int64)[None]
-        x = self._decoder.embedded(part, self._cache, slots, counts)
-        return Rows(x, slots, counts)
+        slots = self._sent([part.slot], torch.int32)
+        sent = self._sent(padded, torch.int64)[None]
+        x = self._decoder.embedded(sent, self._cache, slots, counts)
+        # The last token by itself in any case, so that it is the same whoever wants others, too.
+        last = slice(count - 1, count)
+        return Rows(x, slots, counts, wanted=(slice(count), last) if part.wants_all else (last,))
 
     def prefill_packed(
         self, running: list[int], slots: list[int], parts: list[list[int]], pad_to: int
@@ -251,7 +263,7 @@ class ModelRunner:
     def pass_over(
         self,
         running: Sequence[tuple[list[int], list[float], Kind]],
-        parts: Sequence[tuple[int, list[int]]],
+        parts: Sequence[PromptPart],
         pad_to: int,
     ) -> tuple[list[Answer], list[Prefilled]]:
         """Do what some calls of `decode` and of `prefill` would, and go through the layers once.
@@ -268,14 +280,14 @@ class ModelRunner:
             own = self._tokens[inputs[-1].places][:, None]
             x = decoder.embedded(own, cache, inputs[-1].slots)
             rows.append(Rows(x, inputs[-1].slots, is_step=True))
-        rows += [self._rows_of(slot, tokens, pad_to) for slot, tokens in parts]
+        rows += [self._rows_of(part, pad_to) for part in parts]
         found = decoder.pass_over(rows, cache)
         kinds = [kind for *_, kind in running]
         answers = [
             Answer(self._sample_logits(*each)) for each in zip(inputs, found, kinds, strict=False)
         ]
         hidden = zip(found[len(running) :], parts, strict=True)
-        return answers, [_prefilled(x, len(tokens)) for x, (_, tokens) in hidden]
+        return answers, [_prefilled(x, part) for x, part in hidden]
 
     def _decode(self, inputs: Inputs, kind: Kind) -> Tensor:
         """Queue a step, from memory that stays to memory that stays, as a graph has to."""
@@ -329,6 +341,8 @@ class ModelRunner:
         return ready_to_send(numbers, dtype, self._device).to(self._device, non_blocking=True)
 
 
-def _prefilled(hidden: Tensor, count: int) -> Prefilled:
-    """Return hidden states, (1, tokens, hidden), of which so many are of a part of a prompt."""
-    return Prefilled(hidden[:, count - 1].clone(), [hidden[0, :count]])
+def _prefilled(hidden: Tensor, part: PromptPart) -> Prefilled:
+    """Return hidden states, (1, tokens, hidden), of those tokens of a part that are wanted."""
+    if not part.wants_all:
+        return Prefilled(hidden[:, 0], [None])
+    return Prefilled(hidden[:, -1].clone(), [hidden[0, :-1]])

@@ -129,6 +129,8 @@ class PromptReader:
 
     def read(self, prompts: Prompts, mask: Mask | None = None) -> ReadPrompts:
         """Return the tokens of each prompt; see `InferenceEngine.generate`."""
+        if isinstance(prompts, list) and set(map(type, prompts)) == {int}:
+            prompts = [prompts]  # not looked at one by one, as there may be very many
         _check_no_dict(self.op, prompts)
         given = _plain(self.op, "prompts", prompts)
         if not isinstance(given, Iterable) or isinstance(given, _NO_NUMBERS):

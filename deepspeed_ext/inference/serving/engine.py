@@ -43,7 +43,7 @@ class InferenceEngine(EngineCore):
         stop_tokens: that end completions, where a call says nothing else.
         pad_tokens: that rows of one length are filled up with; see `generate`.
         cuda_graphs: whether steps are recorded once and replayed, on CUDA.
-        pack_prefill: whether parts of prompts, 1024 tokens at most, are prefilled together, and
+        pack_prefill: whether parts of prompts, 2048 tokens at most, are prefilled together, and
             running requests decoded in the same pass, so that weights are read once for all. That
             is faster where prompts come all the time, but not batch-invariant: how the floats of a
             completion are rounded then depends on which others it meets.

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from deepspeed_ext.inference.execution.kv_cache import KVCache
-from deepspeed_ext.inference.execution.runner import Answer, ModelRunner
+from deepspeed_ext.inference.execution.runner import Answer, ModelRunner, PromptPart
 from deepspeed_ext.inference.requests.request import Request
 from deepspeed_ext.inference.serving.slot_table import Batch, SlotTable
 from deepspeed_ext.inference.serving.step_plan import PrefillPass, StepPlan, plan_step
@@ -262,8 +262,8 @@ class Scheduler:
         """Decode and prefill in one pass over all layers; nothing is packed."""
         parts = [part for one in plan.prefill for part in one.parts]
         running = [slot for batch in plan.decode for slot in batch.slots]
-        given = [(request.slot, request.next_tokens(count)) for request, count in parts]
-        slots = [*running, *(slot for slot, _ in given)]
+        given = [_part_of(request, count) for request, count in parts]
+        slots = [*running, *(part.slot for part in given)]
         if not slots:
             return []
         self._cache.reserve(slots, [1] * len(running) + [count for _, count in parts])
@@ -280,9 +280,14 @@ class Scheduler:
             queued += self._prefilled(request, count, last, hidden)
         return queued
 
-    def _prefilled(self, request: Request, count: int, last: Tensor, hidden: Tensor) -> Queued:
+    def _prefilled(
+        self, request: Request, count: int, last: Tensor, hidden: Tensor | None
+    ) -> Queued:
         """Note that a part of a prompt is prefilled; return what is to be read of it."""
-        told = [self._tell_of_prompt(request, hidden)] if request.tells_of_prompt else []
+        told = []
+        if request.tells_of_prompt:
+            assert hidden is not None
+            told = [self._tell_of_prompt(request, hidden)]
         request.prefill(count)
         if request.left == 0:
             request.prompt.hidden = last
@@ -292,12 +297,12 @@ class Scheduler:
         """Prefill parts of prompts; with them, compute the next token of each of a batch."""
         slots = [request.slot for request, _ in one.parts]
         counts = [count for _, count in one.parts]
-        tokens = [request.next_tokens(count) for request, count in one.parts]
         running = [] if one.running is None else one.running.slots
         self._cache.reserve([*running, *slots], [1] * len(running) + counts)
         if len(slots) == 1 and not running:
-            last, of_parts = self._runner.prefill(slots[0], tokens[0], self._pad_to)
+            last, of_parts = self._runner.prefill(_part_of(*one.parts[0]), self._pad_to)
         else:
+            tokens = [request.next_tokens(count) for request, count in one.parts]
             last, of_parts = self._runner.prefill_packed(running, slots, tokens, self._pad_to)
         queued = [] if one.running is None else [self._sample(one.running, last[: len(running)])]
         for i, (request, count) in enumerate(one.parts):
@@ -351,3 +356,8 @@ class Scheduler:
         self._table.release(request)
         if self._cache.length(request.slot) > 0:
             self._cache.free(request.slot)
+
+
+def _part_of(request: Request, count: int) -> PromptPart:
+    """Return the next tokens of a prompt for the runner."""
+    return PromptPart(request.slot, request.next_tokens(count), request.tells_of_prompt)

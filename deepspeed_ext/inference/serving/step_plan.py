@@ -10,8 +10,10 @@ from deepspeed_ext.inference.execution.runner import ROWS
 from deepspeed_ext.inference.requests.request import Request
 from deepspeed_ext.inference.serving.slot_table import Batch, ByState, batches_of
 
-CHUNK = 1024  # tokens of a prompt that are prefilled at once, and of all in a step
-PACKED = 4 * CHUNK  # tokens that the rows of a pack have together in attention, padding included
+# Tokens of a prompt that are prefilled at once, and of a pack. Fewer fill large GPUs less evenly.
+CHUNK = 2048
+_TOGETHER = 1024  # tokens of several prompts in a step: running requests wait for all of them
+PACKED = 2 * CHUNK  # tokens that the rows of a pack have together in attention, padding included
 _LEAST = 256  # tokens that fewer cost as much as, as all weights are read for them
 
 
@@ -65,7 +67,7 @@ def plan_step(requests: ByState, packs: bool, shares_passes: bool = False) -> St
     if not prefilling:
         return StepPlan(decode, [], [])
     if not packs:
-        most, least = (PACKED, 1) if shares_passes else (CHUNK, _LEAST)
+        most, least = (PACKED, 1) if shares_passes else (_TOGETHER, _LEAST)
         passes = [PrefillPass([part]) for part in _parts_alone(prefilling, most, least)]
     else:
         batch = decode[0] if len(decode) == 1 else None
@@ -79,7 +81,7 @@ def plan_step(requests: ByState, packs: bool, shares_passes: bool = False) -> St
 
 
 def _parts_alone(prefilling: list[Request], most: int, least: int) -> list[Part]:
-    """Return some prompts, or parts of some, of so many tokens, each for rows of its own.
+    """Return some prompts, or parts of some, each for rows of its own: one, or of so many tokens.
 
     Args:
         least: tokens that fewer are counted as.
@@ -89,7 +91,7 @@ def _parts_alone(prefilling: list[Request], most: int, least: int) -> list[Part]
         if request.left > 0:
             count = min(request.left, CHUNK)
             cost += max(least, count)
-            if cost > most:
+            if parts and cost > most:
                 break
             parts.append(Part(request, count))
     return parts

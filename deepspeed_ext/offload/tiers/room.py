@@ -83,7 +83,7 @@ def ring_room(
     budget: int,
     kinds: Sequence[tuple[Dtypes, torch.dtype]],
     gradients: int,
-    counts: int,
+    beside: int,
 ) -> RingRoom:
     """Return how large a ring is.
 
@@ -92,7 +92,7 @@ def ring_room(
         budget: bytes of host memory in all.
         kinds: of state that may rest on disk: dtypes by key, and the parameter's.
         gradients: bytes of those that are added up in host memory.
-        counts: bytes of the numbers of steps.
+        beside: bytes of what else is in host memory in any case.
 
     Raises:
         ValueError: the budget has no room for three slabs beside these.
@@ -102,7 +102,7 @@ def ring_room(
         unit = unit_of(dtypes)
         record = shape_of(dtypes, 0, 0, unit).nbytes
         least = max(least, whole_pages(record + unit * (dtype.itemsize + 4)))
-    needed = LEAST_SLABS * least + gradients + counts
+    needed = LEAST_SLABS * least + gradients + beside
     if needed > budget:
         summed = f", and {gradients} of gradients, which free_grads=True adds up in host memory"
         raise ValueError(
@@ -110,7 +110,7 @@ def ring_room(
             " state: one that is read, one that is stepped, one that is written"
             f"{summed if gradients else ''}"
         )
-    budget -= gradients
+    budget -= gradients + beside
     slab = whole_pages(max(least, min(LARGEST_SLAB, budget // 24)))
     return RingRoom(slab, max(LEAST_SLABS, min(MOST_SLABS, 2 * budget // 3 // slab)))
 

@@ -26,6 +26,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from deepspeed_ext import init_inference
+from deepspeed_ext.inference.execution.runner import ModelRunner, PromptPart
 from deepspeed_ext.ops import record
 
 _NEEDS_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
@@ -171,6 +172,24 @@ def test_requests_of_any_lengths_side_by_side(case: str, device: str) -> None:
         assert torch.equal(first[row, : len(request) - 1], alone[:-1])
         assert torch.equal(second[row, 0], alone[-1])
     cache.check()
+
+
+@EACH
+def test_the_last_layer_goes_on_with_what_is_wanted(case: str) -> None:
+    """Behind its attention no token looks at others: so the last token of a part is enough."""
+    model, tokens = model_of(case), prompt(40)
+    decoder = decoder_of(model.config.to_dict(), model.state_dict(), torch.float32)
+    cache = cache_for(decoder, slots=2)
+    steps, found = ModelRunner(decoder, cache, 2), []
+    with torch.no_grad():
+        for slot, wants_all in ((0, True), (1, False)):
+            for part in (tokens[:33], tokens[33:]):
+                cache.reserve(slot, len(part))
+                found.append(steps.prefill(PromptPart(slot, part, wants_all), 16))
+    for whole, few in zip(found[:2], found[2:], strict=True):
+        assert torch.equal(few.last, whole.last)  # it is the same whoever wants to know of others
+        assert few.parts == [None]
+        torch.testing.assert_close(whole.parts[0][-1:], whole.last, rtol=1e-4, atol=1e-4)
 
 
 class Launches(TorchDispatchMode):

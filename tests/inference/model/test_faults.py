@@ -420,7 +420,7 @@ def descriptors() -> int:
     [
         (200, {}, r"quantize=None with max_batch=8 and max_tokens=\d+$"),
         (350, {"max_tokens": 2048}, r"quantize=None with .* or quantize='int8'$"),
-        (46, {}, r"quantize='int4' with max_batch=\d and max_tokens=64$"),
+        (76, {}, r"quantize='int4' with max_batch=\d and max_tokens=64$"),
         (85, {"max_batch": 1, "max_tokens": 64}, r"quantize='int8'$"),
     ],
 )

@@ -167,7 +167,7 @@ def test_states_say_where_a_request_is(
     ahead: bool, packs: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """After each step: who waits has no slot, who has one is prefilled or runs, others are done."""
-    engine = tiny.engine(max_batch=3, max_tokens=2048, pages=40, pack_prefill=packs)
+    engine = tiny.engine(max_batch=3, max_tokens=4096, pages=72, pack_prefill=packs)
     scheduler = engine._scheduler
     scheduler._ahead = ahead
     seen, real = set[State](), scheduler._read
@@ -187,7 +187,7 @@ def test_states_say_where_a_request_is(
         assert running == [each for each in active if each.state is RUNNING and each.wants_token]
 
     monkeypatch.setattr(scheduler, "_read", read)
-    prompts = [[1] * 1500, [2, 3], [4] * 70, [5], [6] * 900, [7, 8]]
+    prompts = [[1] * 3000, [2, 3], [4] * 70, [5], [6] * 900, [7, 8]]
     stream = engine.generate(prompts, max_new_tokens=6, n=2, temperature=1.0, seed=1, stream=True)
     requests += stream._call.requests
     for i, _ in enumerate(stream):

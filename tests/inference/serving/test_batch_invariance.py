@@ -168,11 +168,23 @@ def test_prompts_longer_than_a_part(padded: bool, device: str) -> None:
     draw = random.Random(3)
     wanted = SamplingOptions(max_new_tokens=30, temperature=1.0, seed=5, logprobs=0)
     some = [([draw.randrange(97) for _ in range(length)], wanted) for length in lengths]
-    options: dict[str, Any] = dict(max_tokens=3072, padded=padded)
+    options: dict[str, Any] = dict(max_tokens=3 * CHUNK, padded=padded)
     expected = alone(device, some, **options)
     engine = make(device, max_batch=4, **options)
     assert together(engine, some) == expected
     assert together(engine, some[::-1]) == expected[::-1]
+
+
+@ON_BOTH
+def test_what_follows_is_the_same_for_who_looks_at_the_prompt(device: str) -> None:
+    """By prompt_logprobs, and by as few of these as can be asked for."""
+    draw, engine = random.Random(5), make(device, max_batch=2)
+    for length in (2, 40, 70, 200):
+        prompt = [draw.randrange(97) for _ in range(length)]
+        plain = SamplingOptions(max_new_tokens=6, logprobs=0)
+        looks = SamplingOptions(max_new_tokens=6, logprobs=0, prompt_logprobs=0)
+        kept, found = (engine.generate([prompt], each)[0] for each in (plain, looks))
+        assert (found.tokens, found.logprobs) == (kept.tokens, kept.logprobs)
 
 
 @ON_BOTH

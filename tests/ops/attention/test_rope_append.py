@@ -65,9 +65,9 @@ def assert_right(q: Tensor, k: Tensor, v: Tensor, kv: PagedKV, *args: Any, **opt
 
 @pytest.mark.parametrize("width", [1, 7, 64, 80, 128, 256])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("tokens", [1, 5])
+@pytest.mark.parametrize("tokens", [1, 5, 40])
 def test_values(dtype: torch.dtype, width: int, tokens: int, device: str) -> None:
-    kv = make_kv(LENGTHS, 2, width, dtype, device)
+    kv = make_kv([max(tokens, length) for length in LENGTHS], 2, width, dtype, device)
     q, k, v = operands(tokens, width, dtype, device)
     frequencies = rope_frequencies(max(2, width // 2 * 2))[: width // 2].to(device)
     assert_right(q, k, v, kv, frequencies)
@@ -128,23 +128,28 @@ def test_ragged(dtype: torch.dtype, device: str) -> None:
     assert int(kv.violations) == 0
 
 
+@pytest.mark.parametrize("interleaved", [False, True], ids=["halves", "interleaved"])
+@pytest.mark.parametrize("part", [1, 2], ids=["whole", "half"])  # of a head that turns
 @pytest.mark.parametrize("stored", [BF16, INT8, FP8], ids=str)
 @pytest.mark.parametrize("width", [64, 128, 136, 256])
-def test_many_tokens_as_one_at_a_time(width: int, stored: torch.dtype, device: str) -> None:
+def test_many_tokens_as_one_at_a_time(
+    width: int, stored: torch.dtype, part: int, interleaved: bool, device: str
+) -> None:
     """Of many heads, and the whole cache, bit for bit."""
-    count, frequencies = 80, rope_frequencies(width).to(device)
+    count, frequencies = 80, rope_frequencies(width // part // 2 * 2).to(device)
     random = torch.Generator().manual_seed(0)
     q, k, v = (
         torch.randn((1, count, heads, width), generator=random).to(BF16).to(device)
         for heads in (12, 4, 4)
     )
     weight = torch.linspace(0.5, 1.5, width).to(device)
+    options: dict[str, Any] = dict(q_weight=weight, k_weight=weight, interleaved=interleaved)
     kv, other = (make_kv([300], 4, width, stored, device) for _ in range(2))
-    got = appended(q, k, v, kv, frequencies, q_weight=weight, k_weight=weight)
+    got = appended(q, k, v, kv, frequencies, **options)
     for i in range(count):
         other.lengths.fill_(300 - count + i + 1)
         one = (each[:, i : i + 1] for each in (q, k, v))
-        want = appended(*one, other, frequencies, q_weight=weight, k_weight=weight)
+        want = appended(*one, other, frequencies, **options)
         assert torch.equal(got[:, i : i + 1].view(torch.int16), want.view(torch.int16)), i
     for name in ("keys", "values", "key_scales", "value_scales"):
         mine, others = getattr(kv, name), getattr(other, name)

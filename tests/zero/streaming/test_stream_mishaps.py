@@ -328,6 +328,8 @@ def test_after_ctrl_c_hooks_of_others_stay_where_they_are(device):
     loss.backward()
     loss_of(kept, some_ids(device, 0)).backward()
     assert_equal_models(streamed, kept, gradients=True)
+    while saved_tensors_hooks_here() is not None:  # those of the call that was stopped; other
+        torch._C._autograd._pop_saved_tensors_default_hooks()  # tests would have them, too
 
 
 def test_a_block_alone_after_ctrl_c_has_its_weights_of_now(device, rest):
