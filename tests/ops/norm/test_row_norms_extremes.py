@@ -46,10 +46,17 @@ def test_equal_elements_deviate_by_nothing(value: float, n: int, device: str) ->
 
 @pytest.mark.parametrize("n", [n for n in LENGTHS if n > 32])
 @pytest.mark.parametrize("begin", [300.0, -1e5])
-def test_rows_that_begin_far_from_their_mean(n: int, begin: float, device: str) -> None:
-    """As sums may be taken around the first elements; beside rows that do not."""
+@pytest.mark.parametrize("size", [1.0, 1e15, 1e19])
+def test_rows_that_begin_far_from_their_mean(
+    n: int, size: float, begin: float, device: str
+) -> None:
+    """As sums may be taken around the first elements; beside rows that do not.
+
+    Squares of large ones are no floats: around the first elements alone, and around the mean, too.
+    """
     x, grad = (make((5, n), F32, seed, device) for seed in range(2))
     x[1::2, :16] += begin
+    x *= size
     weight = make((n,), F32, 2, device)
     arguments = {"x": x, "weight": weight}
     got = results_and_gradients(LAYER.op, arguments, [grad])
