@@ -22,7 +22,8 @@ struct LayerNorm {
 };
 
 // A row has the same bits alone, in any batch and at any place in it: its sums depend on its length
-// only. Rows of results never overlap anything.
+// only, on CUDA also on the dtypes and on whether there is a residual. Rows of results never
+// overlap anything.
 struct Norm {
   int64_t rows, length;
   Rows x;

@@ -2,6 +2,7 @@
 #include "common/cuda/chain.cuh"
 #include "norm/norm_layout_cuda.cuh"
 #include "norm/norm_long_cuda.cuh"
+#include "norm/norm_ring_cuda.cuh"
 
 namespace dsx {
 namespace {
@@ -41,23 +42,40 @@ struct WeightAndBias {
       bias = cuda::fetch(norm.bias.even_row<W>(0), i, count, aligned);
     }
   }
+
+  // Where they are held, the compiler would hold them as floats, of which there are too many.
+  __device__ void stay() {
+    stay(weight);
+    stay(bias);
+  }
+
+ private:
+  __device__ static void stay(RowVector<W>& vector) {
+#pragma unroll
+    for (uint4& w : vector.words) asm volatile("" : "+r"(w.x), "+r"(w.y), "+r"(w.z), "+r"(w.w));
+  }
 };
 
-// Normalizes a vector of the row, and stores it.
+// A vector of the row, normalized.
 template <class Kind, class T, class W>
-__device__ inline void put_result(const Norm& norm, const RowMoments<Kind>& found, Pointer<T> out,
-                                  int64_t i, int count, bool aligned, const RowVector<T>& vector,
-                                  const WeightAndBias<W>& vectors) {
+__device__ inline RowFloats result_of(const Norm& norm, const RowMoments<Kind>& found,
+                                      const RowVector<T>& vector, const WeightAndBias<W>& vectors) {
   RowFloats weight(1.0f);
   if (norm.weight.is_present()) {
     weight = floats_of(vectors.weight);
     if (norm.weight_offset != 0) weight = weight + RowFloats(norm.weight_offset);
   }
   const RowFloats value = found.standardized_of(floats_of(vector));
-  const RowFloats result = norm.bias.is_present()
-                               ? normalized(value, weight, floats_of(vectors.bias))
-                               : normalized(value, weight);
-  cuda::put<cuda::Stored::streamed>(out, i, count, aligned, result);
+  return norm.bias.is_present() ? normalized(value, weight, floats_of(vectors.bias))
+                                : normalized(value, weight);
+}
+// And stored.
+template <class Kind, class T, class W>
+__device__ inline void put_result(const Norm& norm, const RowMoments<Kind>& found, Pointer<T> out,
+                                  int64_t i, int count, bool aligned, const RowVector<T>& vector,
+                                  const WeightAndBias<W>& vectors) {
+  cuda::put<cuda::Stored::streamed>(out, i, count, aligned,
+                                    result_of<Kind>(norm, found, vector, vectors));
 }
 
 // Rows in registers. W is the storage type of the vectors; kOfSum: there is a residual. A
@@ -208,6 +226,80 @@ __global__ void __launch_bounds__(cuda::kLongTeam, 1)
   }
 }
 
+// Long rows that pass through a ring. The threads of a block always have the same columns, and so
+// hold their vectors in registers.
+template <class Kind>
+__global__ void __launch_bounds__(cuda::kMostRingThreads, 1)
+    ring_kernel(const __grid_constant__ Norm norm, float inverse_n,
+                const __grid_constant__ cuda::RingShape shape) {
+  using T = BFloat16;
+  extern __shared__ __align__(128) uint4 ring_slots[];
+  __shared__ cuda::RingMemory memory;
+  const cuda::RowRing ring(shape, memory, ring_slots);
+  ring.begin();
+  if (ring.helps()) {
+    return cuda::RingReduction<1 + Kind::kCentered>::help(ring, norm.x, norm.out);
+  }
+  Norm of_columns = norm;
+  if constexpr (!Kind::kCentered) of_columns.bias = {};  // there is none, as run_in_parts says
+  WeightAndBias<T> vectors[cuda::kVectorsOfPart];
+  ring.for_each_vector(
+      [&](int v, int i) { vectors[v].fetch(of_columns, ring.column + i, cuda::kRowVector, true); });
+  const cuda::RingTeam team(ring);
+  cuda::Moments<Kind, cuda::RingTeam, T, false> moments(team, nullptr);
+  const auto near = [](const cuda::RingRow& row) { return Kind::kCentered ? row.near() : 0.0f; };
+  cuda::RowRing::Place place = ring.first(), next = place;
+#pragma unroll 1
+  for (bool is_ahead = false; place.row < norm.rows; is_ahead = true) {
+    if (next.row < norm.rows) {
+      const cuda::RingRow row{ring, next};
+      ring.wait(next);
+      moments.put(row, near(row), NoGrads{});
+      ring.advance(next);
+    }
+    if (!is_ahead) continue;
+    const cuda::RingRow row{ring, place};
+    const RowMoments<Kind> found = moments.find(row, near(row), inverse_n, norm.eps, NoGrads{});
+    team.again = false;
+    const Pointer<T> out = norm.out.even_row<T>(place.row);
+    ring.for_each_vector([&](int v, int i) {
+      vectors[v].stay();
+      const RowFloats result =
+          result_of<Kind>(of_columns, found, ring.vector(place, i), vectors[v]);
+      ring.set(place, i, cuda::packed_for(out, result));
+    });
+    ring.finish(place);
+    ring.advance(place);
+  }
+}
+
+// Long rows whose sums are those of parts, and whether these are such rows: by their dtypes and
+// their length, not by where they lie, so that a row has the same bits anywhere. Vectors of float32
+// would not fit into registers, and rows with a residual would need two slots each: they are held.
+template <class Kind>
+bool run_in_parts(const Norm& norm, cudaStream_t queue) {
+  const auto rows = {norm.x, norm.out}, vectors = {norm.weight, norm.bias};
+  if (!cuda::is_in_parts(norm.length, norm.x.dtype) || norm.residual.is_present()) return false;
+  if (!Layout::are_of(rows, Dtype::bfloat16) || !Layout::are_of(vectors, Dtype::bfloat16)) {
+    return false;
+  }
+  if (!Kind::kCentered && norm.bias.is_present()) return false;
+  const auto kernel = ring_kernel<Kind>;
+  const auto ring = cuda::ring_of(kernel, norm.rows, norm.length, Kind::kOp);
+  if (!ring) return false;
+  const float inverse_n = 1.0f / float(norm.length);
+  const Layout layout(norm.rows, norm.length, rows, vectors, true);
+  if (layout.whole) {
+    cuda::launch_kernel(kernel, ring->launch, queue, Kind::kOp, norm, inverse_n, ring->shape);
+  } else {
+    reading_kernel<Kind, RowTeam<RowLength::in_parts>>
+        <<<unsigned(layout.blocks), layout.block, 0, queue>>>(norm, inverse_n, layout.team,
+                                                              layout.aligned);
+  }
+  cuda::check(cudaGetLastError(), Kind::kOp);
+  return true;
+}
+
 // Calls body(storage of rows, storage of vectors), of which the latter are floats or the same.
 template <class Body>
 void with_storage_types(Dtype rows, bool same, const Body& body) {
@@ -269,6 +361,7 @@ void norm_cuda(const Norm& norm, void* stream) {
   constexpr const char* op = Kind::kOp;
   const cudaStream_t queue = cudaStream_t(stream);
   cuda::check(cudaPeekAtLastError(), op);  // of somebody before
+  if (run_in_parts<Kind>(norm, queue)) return;
   const auto vectors = {norm.weight, norm.bias, norm.x_bias};
   const Layout layout(norm.rows, norm.length, {norm.x, norm.residual, norm.sum, norm.out}, vectors);
   // Of the kinds of vectors, those that people train with have kernels.

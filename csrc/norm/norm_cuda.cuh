@@ -18,10 +18,11 @@ namespace cuda {
 using RowFloats = Floats<kRowVector>;  // of a RowVector
 
 // Half a warp takes a row of up to 128 elements; a team of warps, in which each thread has four
-// vectors, one of up to 16,384; 1,024 threads a longer one. Backward, such a team takes each part
-// of a row that is_in_parts. The vectors of a thread lie as far apart as all threads of the team
-// reach. Held rows stay in registers, and long ones in shared memory too, where whole vectors can
-// be read and there is memory; else they are read again each time, with the same bits.
+// vectors, one of up to 16,384; 1,024 threads a longer one. Such a team takes each part of a row
+// that is_in_parts, backward, and forward where all is of bfloat16 and there is no residual. The
+// vectors of a thread lie as far apart as all threads of the team reach. Held rows stay in
+// registers, and long ones in shared memory too, where whole vectors can be read and there is
+// memory; else they are read again each time, with the same bits.
 enum class RowLength { is_short, is_usual, is_long, in_parts };
 constexpr int kHeldVectors = 4, kMostOfTeam = 512, kLongTeam = 1024;
 constexpr int64_t kUsualRow = kMostOfTeam * kHeldVectors * kRowVector;
@@ -225,6 +226,28 @@ struct LaneSum {
   __device__ float total() const { return lanes[0] + lanes[1]; }
 };
 
+// Each sum over so many lanes; a lane gets sum number lane % kSums: neighbours add up different
+// ones.
+__device__ inline float exchanged(float a, float b, bool second, int distance) {
+  return (second ? b : a) + __shfl_xor_sync(~0u, second ? a : b, distance);
+}
+template <int kLanes, int kSums>
+__device__ inline float sums_over_lanes(const float (&sums)[kSums]) {
+  const int lane = int(threadIdx.x) % kWarp;
+  float sum = sums[0];
+  if constexpr (kSums == 2) sum = exchanged(sums[0], sums[1], lane & 1, 1);
+  if constexpr (kSums == 4) {
+    const float low = exchanged(sums[0], sums[1], lane & 1, 1);
+    const float high = exchanged(sums[2], sums[3], lane & 1, 1);
+    sum = exchanged(low, high, lane & 2, 2);
+  }
+#pragma unroll
+  for (int distance = kSums; distance < kLanes; distance *= 2) {
+    sum += __shfl_xor_sync(~0u, sum, distance);
+  }
+  return sum;
+}
+
 // Adds up 1, 2 or 4 numbers over the threads of a team. Each warp puts down its sums; behind a
 // barrier, every thread takes the totals. All threads of the warps of a team take part.
 template <class Team, int kSums>
@@ -266,30 +289,20 @@ class TeamReduction {
  private:
   static constexpr int kLanes = Team::kShort ? kWarp / 2 : kWarp;
 
-  // Sum number lane % kSums: lanes that are neighbours add up different ones.
   __device__ static float over_lanes(const float (&sums)[kSums]) {
-    const int lane = int(threadIdx.x) % kWarp;
-    float sum = sums[0];
-    if constexpr (kSums == 2) sum = exchanged(sums[0], sums[1], lane & 1, 1);
-    if constexpr (kSums == 4) {
-      const float low = exchanged(sums[0], sums[1], lane & 1, 1);
-      const float high = exchanged(sums[2], sums[3], lane & 1, 1);
-      sum = exchanged(low, high, lane & 2, 2);
-    }
-#pragma unroll
-    for (int distance = kSums; distance < kLanes; distance *= 2) {
-      sum += __shfl_xor_sync(~0u, sum, distance);
-    }
-    return sum;
-  }
-  __device__ static float exchanged(float a, float b, bool second, int distance) {
-    return (second ? b : a) + __shfl_xor_sync(~0u, second ? a : b, distance);
+    return sums_over_lanes<kLanes>(sums);
   }
 
   const Team& team_;
   float* memory_;
   float mine_ = 0;
   int buffer_ = 0;
+};
+
+// How a team adds up; other kinds of teams have other ways.
+template <class Team, int kSums>
+struct ReductionOf {
+  using type = TeamReduction<Team, kSums>;
 };
 
 // Finds the moments of one row after the other. What is normalized is the first tensor of a row;
@@ -426,7 +439,7 @@ class Moments {
     return inverse > most ? most : inverse;
   }
 
-  TeamReduction<Team, kSums> reduction_;
+  typename ReductionOf<Team, kSums>::type reduction_;
   Sums before_;  // of parts
 };
 

@@ -21,10 +21,12 @@ struct NormSums {
     const float rounded = squares - values * (values * inverse_n);
     return rounded < 0 ? 0 : rounded;
   }
-  // Whether that number is so far from the mean that too little is left of the squares: then the
-  // sums are taken once more, around the mean.
+  // Whether that number is so far from the mean that too little is left of the squares, or so far
+  // from the values that squares are too large to tell: then the sums are taken once more, around
+  // the mean.
   DSX_HOST_DEVICE bool are_far(float inverse_n) const {
-    return values * (values * inverse_n) > 4 * squared_deviations(inverse_n);
+    const float around = squared_deviations(inverse_n);
+    return !(values * (values * inverse_n) <= 4 * around && around <= 0x1.fffffep127f);
   }
 };
 

@@ -46,6 +46,14 @@ struct RowPowers {
     }
   }
 
+  // Those of another part of the row. Rounded as is written here, wherever it is compiled.
+  __device__ void add(const RowPowers& other) {
+    const float larger = ::fmaxf(largest, other.largest);
+    const float before = __fmul_rn(sum, factor(largest, larger));
+    sum = __fmaf_rn(other.sum, factor(other.largest, larger), before);
+    largest = larger;
+  }
+
   // Those of a team: every thread of the block calls it, once.
   template <class Team>
   __device__ void add_over_team() {

@@ -111,6 +111,25 @@ struct RowScores {
   }
 };
 
+// What the powers of a row become results by.
+struct RowTotals {
+  float largest, inverse;  // of the sum of powers, relative to the largest
+
+  __device__ explicit RowTotals(const cuda::RowPowers& all)
+      : largest(all.largest), inverse(inverse_of(Floats<1>(all.sum)).lanes[0]) {}
+  __device__ RowTotals(float of_largest, float of_inverse)
+      : largest(of_largest), inverse(of_inverse) {}
+
+  __device__ bool are_finite() const { return inverse >= 0; }  // otherwise a score is NaN or inf
+  __device__ RowFloats result(const RowFloats& power, float relative_to) const {
+    return power * RowFloats(cuda::RowPowers::factor(relative_to, largest) * inverse);
+  }
+  // Where they are not finite.
+  __device__ RowFloats result(const RowFloats& score) const {
+    return select(score == RowFloats(-INFINITY), RowFloats(0.0f), RowFloats(inverse));
+  }
+};
+
 // Where a row is of one iteration, the powers of its scores stay in registers, relative to the
 // largest score that there was when they were made.
 template <class Team, class T, bool kPlain>
@@ -145,29 +164,25 @@ __global__ void __launch_bounds__(Team::kMostThreads, kPlain ? 2 : 1)
   });
   cuda::RowPowers all = powers;
   all.add_over_team<Team>();
-  const float inverse = inverse_of(Floats<1>(all.sum)).lanes[0];
-  const bool is_finite = inverse >= 0;  // otherwise a score is NaN or inf
-  const auto put_power = [&](Column i, int count, const RowFloats& power, float relative_to) {
-    put(i, count, power * RowFloats(cuda::RowPowers::factor(relative_to, all.largest) * inverse));
-  };
+  const RowTotals totals(all);
   cuda::RowPowers again;
   const auto put_again = [&](int, Column i, int count, const RowFloats(&x)[1], bool is_read) {
     if (!is_read) return;
     const RowFloats score = scores.of(x[0], i, count);
-    if (!is_finite) {
-      put(i, count, select(score == RowFloats(-INFINITY), RowFloats(0.0f), RowFloats(inverse)));
+    if (!totals.are_finite()) {
+      put(i, count, totals.result(score));
     } else if constexpr (Team::kOneIteration) {  // the same bits as of those that were held
       const RowFloats power = again.add(score);
-      put_power(i, count, power, again.largest);
+      put(i, count, totals.result(power, again.largest));
     } else {
-      const RowFloats shift = cuda::RowPowers::shift(all.largest);
-      put(i, count, exp_of_negative(score - shift) * RowFloats(inverse));
+      const RowFloats shift = cuda::RowPowers::shift(totals.largest);
+      put(i, count, exp_of_negative(score - shift) * RowFloats(totals.inverse));
     }
   };
   if constexpr (!kHeld) return reader.read_again(put_again);
-  if (!is_finite) return reader.read_slowly(put_again);
+  if (!totals.are_finite()) return reader.read_slowly(put_again);
   reader.for_each_vector([&](int v, Column i, int count, bool is_read) {
-    if (is_read) put_power(i, count, held[v], largest[v]);
+    if (is_read) put(i, count, totals.result(held[v], largest[v]));
   });
 }
 

@@ -23,6 +23,25 @@ __device__ inline void fetch_piece(void* near, const void* far, int bytes, Barri
 #endif
 }
 
+// Begins to copy bytes of shared memory, of which threads have shown what they wrote to it, and
+// waits until they have been read.
+__device__ inline void store_piece(void* far, const void* near, int bytes, uint64_t policy) {
+#if __CUDA_ARCH__ >= 900
+  asm volatile(
+      "cp.async.bulk.global.shared::cta.bulk_group.L2::cache_hint [%0], [%1], %2, %3;" ::"l"(far),
+      "r"(shared_address(near)), "r"(bytes), "l"(policy)
+      : "memory");
+  asm volatile("cp.async.bulk.commit_group;" ::: "memory");
+  asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
+#endif
+}
+// So that the engine sees what this thread wrote to shared memory.
+__device__ inline void show_to_engine() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+#endif
+}
+
 // What a block has of a row of kTensors tensors: `count` elements of each from number `first` on.
 template <class T, int kTensors>
 struct StreamedRow {

@@ -14,8 +14,9 @@ from deepspeed_ext import ops
 LENGTHS = [1, 2, 7, 8, 16, 31, 32, 33, 129, 256, 1000, 1024, 1032, 4096, 4100]
 # And around what registers, then shared memory, have room for.
 LONG = [16384, 16392, 40_001, 106_504, 262_144]
-# And around what one block, four and eight of a cluster have of a row of 16 bits.
-IN_CLUSTERS = [24_576, 32_768, 32_776, 49_160, 65_536, 65_544, 131_064, 131_071, 131_072, 131_080]
+# And around what two, four and eight blocks of a cluster have of a row of 16 bits.
+IN_CLUSTERS = [16_385, 24_576, 32_768, 32_776, 49_160, 65_536, 65_544]
+IN_CLUSTERS += [131_064, 131_071, 131_072, 131_080]
 
 
 @dataclass(frozen=True)

@@ -80,6 +80,28 @@ def test_huge_and_tiny_values(
 
 
 @each_kind
+@pytest.mark.parametrize("n", [16_385, 32_776, 65_544, 131_072])
+def test_rows_in_clusters_whose_sums_are_taken_again(kind: Kind, n: int, device: str) -> None:
+    """Far from where they begin, or with squares that are no floats, or both; and alone."""
+    rows = 7 if device == "cpu" else 70 * 65_536 // n
+    x = make((rows, n), F32, 0, device)
+    x[1::7] += 300
+    x[2::7, :8] += 300
+    x[3::7] *= 1e30
+    x[4::7] *= 1e-30
+    x[5::7] *= 1e-21
+    x[5::7, :8] += 3e-19
+    x[6::7] *= 1e18
+    x[6::7, :8] += 3e20
+    x = x.to(BF16)
+    got, want = kind.op(x, eps=0.0), kind.ref(x.cpu().double(), eps=0.0)
+    size = want.abs() + want.abs().mean(-1, keepdim=True)
+    assert_within("out", got.cpu(), want, 2e-5 * size)
+    for row in range(7):
+        assert torch.equal(kind.op(x[row : row + 1], eps=0.0)[0], got[row])
+
+
+@each_kind
 @pytest.mark.parametrize("n", [100, 128, 4096, 40_000])
 @pytest.mark.parametrize("size", [1e-20, 1e-18, 1e18])
 def test_gradients_of_huge_and_tiny_values(kind: Kind, size: float, n: int, device: str) -> None:

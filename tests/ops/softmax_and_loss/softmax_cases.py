@@ -15,8 +15,8 @@ ROUNDING = torch.finfo(F32).eps / 2
 # Around the vectors, the running sums, and what a warp, sixteen of them and shared memory hold.
 LENGTHS = [1, 2, 7, 8, 16, 31, 32, 33, 127, 129, 256, 1000, 1032, 4100]
 LONG = [16384, 16392, 16400, 40_001, 106_504, 131_072, 131_080]
-# And around what four and eight blocks of a cluster have of a row of 16 bits.
-IN_CLUSTERS = [32_768, 32_776, 36_864, 65_528, 65_536, 65_544, 98_304, 131_064, 131_071]
+# And around what two, four and eight blocks of a cluster have of a row of 16 bits.
+IN_CLUSTERS = [16_385, 32_768, 32_776, 36_864, 65_528, 65_536, 65_544, 98_304, 131_064, 131_071]
 ROWS = 37
 
 # Every option, alone and together: functions of device and shape (..., heads, queries, keys).

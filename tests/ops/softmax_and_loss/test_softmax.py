@@ -136,6 +136,7 @@ def test_a_row_that_a_cluster_shares_is_the_same_everywhere(n: int, device: str)
     room = torch.full((5 * n + 1,), NAN, dtype=BF16, device=device)
     room[1:].view(5, n).copy_(x[:5])
     assert torch.equal(softmax(room[1:].view(5, n)), want[:5])
+    assert torch.equal(softmax(room[1:].view(5, n), scale=0.3), softmax(x, scale=0.3)[:5])
 
 
 def test_minus_infinity_is_no_part(device: str) -> None:

@@ -1,0 +1,273 @@
+// Long rows of bfloat16 that pass through the shared memory of clusters of blocks, which stay on
+// their multiprocessors: a cluster takes one row after the other, each of its blocks a part of it.
+// Parts arrive by the copy engine of compute capability 9.0, become the result where they lie, and
+// leave by the engine; a part's slot then gets that of a row a few further on. So memory is read
+// and written all the time, whatever the threads that compute are waiting for.
+//
+// These add up the next row before they take the totals of a row: while the blocks tell each other
+// their sums, there is something to do.
+#pragma once
+
+#include <optional>
+
+#include "common/cuda/announced_stores.cuh"
+#include "common/cuda/streamed_rows.cuh"
+
+namespace dsx::cuda {
+
+// Warps that do not compute. Those that see to what the engine does, by one thread each; one that
+// adds up what the others put down; and one that finds totals. Fewer would not leave the others
+// more registers.
+constexpr int kMovingWarps = 2, kHelpingWarps = kMovingWarps + 2;
+constexpr int kMostRingThreads = kPartThreads + kHelpingWarps * kWarp;
+
+// A slot for the row whose totals are waited for, one for the next row, and one whose part is on
+// its way.
+constexpr int kLeastSlots = 3, kMostSlots = 8;
+
+struct RingShape {
+  int64_t rows, length;
+  int part;    // elements of each part but the last
+  int blocks;  // of a cluster, two or more: parts of a row
+  int slots;
+};
+
+// A buffer, of those that take turns, and the phase of its barriers.
+struct RingTurn {
+  int buffer, phase;
+};
+
+// What a block has in shared memory besides the slots.
+struct alignas(128) RingMemory {
+  static constexpr int kMostSums = 2;
+  // Buffers of the first sums of rows; and of those that are taken once more for a row.
+  static constexpr int kUsual = 4, kAgain = 2, kBuffers = kUsual + kAgain;
+  Barrier arrived[kMostSlots], finished[kMostSlots];
+  Barrier told[kBuffers];    // sums of all parts have come
+  Barrier summed[kUsual];    // of_warps is there
+  Barrier found[kUsual];     // totals are there
+  uint4 firsts[kMostSlots];  // the first vectors of the rows
+  float of_warps[kBuffers][kPartThreads / kWarp][kMostSums];
+  float sums[kBuffers][kMostParts][kMostSums];  // of all parts
+  float totals[kUsual][kMostSums];              // of the row
+
+  __device__ static RingTurn usual(unsigned k) { return {int(k % kUsual), int(k / kUsual % 2)}; }
+  __device__ static RingTurn again(unsigned k) {
+    return {kUsual + int(k % kAgain), int(k / kAgain % 2)};
+  }
+};
+
+class RowRing {
+ public:
+  using T = BFloat16;
+  const RingShape& shape;
+  RingMemory& memory;
+  const int threads;     // that compute
+  const int rank;        // of this block: which part of a row it has
+  const int64_t column;  // where that begins
+  const int count;       // of its elements
+
+  __device__ RowRing(const RingShape& of, RingMemory& has, void* slots)
+      : shape(of),
+        memory(has),
+        threads(int(blockDim.x) - kHelpingWarps * kWarp),
+        rank(int(rank_in_cluster())),
+        column(int64_t(rank) * of.part),
+        count(int(::min(int64_t(of.part), of.length - column))),
+        slots_(static_cast<T*>(slots)) {}
+
+  // All threads of the block call it first.
+  __device__ void begin() const {
+    if (threadIdx.x == 0) {
+      for (int slot = 0; slot < shape.slots; ++slot) {
+        begin_barrier(&memory.arrived[slot], 1);
+        begin_barrier(&memory.finished[slot], threads / kWarp);
+      }
+      for (Barrier& each : memory.told) begin_barrier(&each, 1);
+      for (Barrier& each : memory.summed) begin_barrier(&each, threads / kWarp);
+      for (Barrier& each : memory.found) begin_barrier(&each, 1);
+      show_barriers();
+    }
+    cluster_barrier(shape.blocks);
+  }
+
+  // Where one row after the other of a cluster is.
+  struct Place {
+    int64_t row;
+    int slot = 0, phase = 0;
+  };
+  __device__ Place first() const { return {int64_t(blockIdx.x / unsigned(shape.blocks))}; }
+  __device__ void advance(Place& place, int by = 1) const {
+    place.row += int64_t(by) * step();
+    place.slot += by;
+    if (place.slot < shape.slots) return;
+    place.slot -= shape.slots;
+    place.phase ^= 1;
+  }
+
+  // Threads that compute call these. Until the part is there:
+  __device__ void wait(const Place& place) const {
+    wait_for(&memory.arrived[place.slot], place.phase);
+  }
+  // Calls body(v, i) for each vector of this thread: number v, from element i of the part on.
+  template <class Body>
+  __device__ void for_each_vector(const Body& body) const {
+#pragma unroll
+    for (int v = 0; v < kVectorsOfPart; ++v) {
+      const int i = (v * threads + int(threadIdx.x)) * kRowVector;
+      if (i < count) body(v, i);
+    }
+  }
+  __device__ RowVector<T> vector(const Place& place, int i) const {
+    return {{*reinterpret_cast<const uint4*>(slot(place.slot) + i)}};
+  }
+  __device__ void set(const Place& place, int i, const RowVector<T>& value) const {
+    *reinterpret_cast<uint4*>(slot(place.slot) + i) = value.words[0];
+  }
+  // That of the row.
+  __device__ RowVector<T> first_vector(const Place& place) const {
+    return {{memory.firsts[place.slot]}};
+  }
+  // The part has become the result.
+  __device__ void finish(const Place& place) const {
+    show_to_engine();
+    __syncwarp();
+    if (int(threadIdx.x) % kWarp == 0) arrive(&memory.finished[place.slot]);
+  }
+  __device__ void barrier() const { asm volatile("bar.sync 1, %0;" ::"r"(threads) : "memory"); }
+
+  // This warp has put down its sums of row number k of the cluster.
+  __device__ void show_sums(unsigned k) const {
+    __syncwarp();
+    if (int(threadIdx.x) % kWarp == 0) arrive(&memory.summed[RingMemory::usual(k).buffer]);
+  }
+  // The totals of that row, [kMostSums].
+  __device__ const float* wait_for_totals(unsigned k) const {
+    const RingTurn turn = RingMemory::usual(k);
+    wait_for(&memory.found[turn.buffer], turn.phase);
+    return memory.totals[turn.buffer];
+  }
+
+  // Number lane % kSums of the sums of this block's part becomes known to all blocks of the
+  // cluster. A warp calls it, which has read what it added up.
+  template <int kSums>
+  __device__ void tell(int buffer, float sum) const {
+    const int lane = int(threadIdx.x) % kWarp;
+    Barrier* const told = &memory.told[buffer];
+    __syncwarp();
+    if (lane == 0) arrive_expecting(told, shape.blocks * kSums * int(sizeof(float)));
+    if (lane >= kSums * shape.blocks) return;
+    tell_in_cluster(&memory.sums[buffer][rank][lane % kSums], told, unsigned(lane) / kSums, sum);
+  }
+
+  // What this thread's warp does: it computes, or else all of its work is `help`.
+  __device__ bool helps() const { return int(threadIdx.x) >= threads; }
+
+  // part_sum(of_warps): lane L returns sum number L % kSums of a part. total(sums of parts): lane L
+  // returns total number L % kSums.
+  template <int kSums, class PartSum, class Total>
+  __device__ void help(const Rows& from, const Rows& to, const PartSum& part_sum,
+                       const Total& total) const {
+    const int warp = (int(threadIdx.x) - threads) / kWarp;
+    if (warp < kMovingWarps) return move(from, to, warp);
+    if (warp == kMovingWarps) return tell_all<kSums>(part_sum);
+    find_totals<kSums>(total);
+  }
+
+ private:
+  __device__ unsigned step() const { return gridDim.x / unsigned(shape.blocks); }
+  __device__ T* slot(int number) const { return slots_ + number * shape.part; }
+
+  // Movers take turns at the rows.
+  __device__ void move(const Rows& from, const Rows& to, int mover) const {
+    if (int(threadIdx.x) % kWarp > 0) return;
+    const uint64_t policy = read_once();
+    const int bytes = count * int(sizeof(T));
+    const auto load = [&](const Place& place) {
+      if (place.row >= shape.rows) return;
+      const T* const row = from.row<T>(place.row).address;
+      Barrier* const barrier = &memory.arrived[place.slot];
+      uint4* const first = &memory.firsts[place.slot];
+      arrive_expecting(barrier, bytes + int(sizeof(*first)));
+      fetch_piece(first, row, int(sizeof(*first)), barrier, policy);
+      fetch_piece(slot(place.slot), row + column, bytes, barrier, policy);
+    };
+    Place place = first();
+    advance(place, mover);
+    for (Place next = place; next.phase == 0; advance(next, kMovingWarps)) load(next);
+    for (; place.row < shape.rows; advance(place, kMovingWarps)) {
+      wait_for(&memory.finished[place.slot], place.phase);
+      store_piece(to.row<T>(place.row).address + column, slot(place.slot), bytes, policy);
+      Place next = place;
+      advance(next, shape.slots);
+      load(next);
+    }
+  }
+
+  // Why no buffer is written too early. A warp puts down row k + 4 after it has taken the totals of
+  // row k + 2; so what was put down of row k has been told, and each block has told row k + 2. All
+  // warps of each block had put that down then, and so had taken the totals of row k: nobody reads
+  // the sums or totals of row k any more. For the same reason no barrier goes through two phases
+  // before all have seen the first.
+  template <int kSums, class PartSum>
+  __device__ void tell_all(const PartSum& part_sum) const {
+    static_assert(RingMemory::kUsual == 4);
+    unsigned k = 0;
+#pragma unroll 1
+    for (int64_t row = first().row; row < shape.rows; row += step()) {
+      const RingTurn turn = RingMemory::usual(k++);
+      wait_together_for(&memory.summed[turn.buffer], turn.phase);
+      tell<kSums>(turn.buffer, part_sum(memory.of_warps[turn.buffer]));
+    }
+  }
+  // So no block ends before others have told it all that they will: of the last row it has taken
+  // the totals then, as of any sums that are taken once more.
+  template <int kSums, class Total>
+  __device__ void find_totals(const Total& total) const {
+    const int lane = int(threadIdx.x) % kWarp;
+    unsigned k = 0;
+#pragma unroll 1
+    for (int64_t row = first().row; row < shape.rows; row += step()) {
+      const RingTurn turn = RingMemory::usual(k++);
+      wait_for_told(&memory.told[turn.buffer], turn.phase);
+      __syncwarp();
+      const float found = total(memory.sums[turn.buffer]);
+      if (lane < kSums) memory.totals[turn.buffer][lane] = found;
+      __syncwarp();
+      if (lane == 0) arrive(&memory.found[turn.buffer]);
+    }
+  }
+
+  T* const slots_;
+};
+
+struct RingLaunch {
+  Launch launch;
+  RingShape shape;
+};
+
+// For so many rows of this length. None where the rows have not as many parts as clusters can have,
+// or the device has no room for one, or runs code of the kernel that has no copy engine. How many
+// rows there are does not matter to that.
+template <class... Parameters>
+std::optional<RingLaunch> ring_of(void (*kernel)(Parameters...), int64_t rows, int64_t length,
+                                  const char* op) {
+  const int64_t parts = parts_of(length);
+  if (parts < 2 || parts > kMostParts || !can_chain(kernel, op)) return {};
+  int device = 0, most = 0;
+  check(cudaGetDevice(&device), op);
+  check(cudaDeviceGetAttribute(&most, cudaDevAttrMaxSharedMemoryPerBlockOptin, device), op);
+  const int part = int(part_of(length)), slot_bytes = part * int(sizeof(RowRing::T));
+  const int slots = std::min(kMostSlots, (most - int(sizeof(RingMemory))) / slot_bytes);
+  if (slots < kLeastSlots) return {};
+  RingLaunch made{{0, part / kPartOfThread + kHelpingWarps * kWarp, int64_t(slots) * slot_bytes,
+                   int(parts), false},
+                  {rows, length, part, int(parts), slots}};
+  allow_shared_memory(kernel, made.launch, op);
+  const int64_t clusters = std::min(rows, clusters_at_once(kernel, made.launch, op));
+  if (clusters == 0) return {};
+  made.launch.blocks = unsigned(clusters * parts);
+  return made;
+}
+
+}  // namespace dsx::cuda
