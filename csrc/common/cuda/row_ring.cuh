@@ -149,11 +149,12 @@ class RowRing {
   }
 
   // Number lane % kSums of the sums of this block's part becomes known to all blocks of the
-  // cluster. A warp calls it.
+  // cluster. A warp calls it, which has read what it added up.
   template <int kSums>
   __device__ void tell(int buffer, float sum) const {
     const int lane = int(threadIdx.x) % kWarp;
     Barrier* const told = &memory.told[buffer];
+    __syncwarp();
     if (lane == 0) arrive_expecting(told, shape.blocks * kSums * int(sizeof(float)));
     if (lane >= kSums * shape.blocks) return;
     tell_in_cluster(&memory.sums[buffer][rank][lane % kSums], told, unsigned(lane) / kSums, sum);

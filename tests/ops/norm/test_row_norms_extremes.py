@@ -46,17 +46,10 @@ def test_equal_elements_deviate_by_nothing(value: float, n: int, device: str) ->
 
 @pytest.mark.parametrize("n", [n for n in LENGTHS if n > 32])
 @pytest.mark.parametrize("begin", [300.0, -1e5])
-@pytest.mark.parametrize("size", [1.0, 1e15, 1e19])
-def test_rows_that_begin_far_from_their_mean(
-    n: int, size: float, begin: float, device: str
-) -> None:
-    """As sums may be taken around the first elements; beside rows that do not.
-
-    Squares of large ones are no floats: around the first elements alone, and around the mean, too.
-    """
+def test_rows_that_begin_far_from_their_mean(n: int, begin: float, device: str) -> None:
+    """As sums may be taken around the first elements; beside rows that do not."""
     x, grad = (make((5, n), F32, seed, device) for seed in range(2))
     x[1::2, :16] += begin
-    x *= size
     weight = make((n,), F32, 2, device)
     arguments = {"x": x, "weight": weight}
     got = results_and_gradients(LAYER.op, arguments, [grad])
@@ -98,11 +91,13 @@ def test_rows_in_clusters_whose_sums_are_taken_again(kind: Kind, n: int, device:
     x[4::7] *= 1e-30
     x[5::7] *= 1e-21
     x[5::7, :8] += 3e-19
+    x[6::7] *= 1e18
+    x[6::7, :8] += 3e20
     x = x.to(BF16)
     got, want = kind.op(x, eps=0.0), kind.ref(x.cpu().double(), eps=0.0)
     size = want.abs() + want.abs().mean(-1, keepdim=True)
     assert_within("out", got.cpu(), want, 2e-5 * size)
-    for row in range(6):
+    for row in range(7):
         assert torch.equal(kind.op(x[row : row + 1], eps=0.0)[0], got[row])
 
 
