@@ -15,8 +15,8 @@ struct RingTeam {
   static constexpr bool kShort = false;
 
   const Ring& ring;
-  mutable unsigned rows_put = 0, rows_taken = 0, taken_again = 0;
-  mutable bool again = false;  // the first sums of the row have been taken
+  mutable unsigned number = 0, taken_again = 0;  // of the row of the cluster; of sums
+  mutable bool again = false;                    // the first sums of the row have been taken
 
   __device__ explicit RingTeam(const Ring& of) : ring(of) {}
 };
@@ -30,15 +30,15 @@ class RingReduction {
   __device__ void put(const float (&sums)[kSums]) const {
     const float mine = sums_over_lanes<kWarp>(sums);
     const RingTurn turn =
-        team_.again ? Memory::again(team_.taken_again) : Memory::usual(team_.rows_put);
+        team_.again ? Memory::again(team_.taken_again) : Memory::usual(team_.number);
     const int lane = int(threadIdx.x) % kWarp, warp = int(threadIdx.x) / kWarp;
     if (lane < kSums) memory().of_warps[turn.buffer][warp][lane] = mine;
-    if (!team_.again) ring().show_sums(team_.rows_put++);
+    if (!team_.again) ring().show_sums(team_.number);
   }
 
   __device__ void take(float (&sums)[kSums]) const {
     if (!team_.again) {
-      const float* const totals = ring().wait_for_totals(team_.rows_taken++);
+      const float* const totals = ring().wait_for_totals(team_.number);
 #pragma unroll
       for (int s = 0; s < kSums; ++s) sums[s] = totals[s];
       team_.again = true;
@@ -109,21 +109,23 @@ __device__ inline void for_each_row(const Ring& ring, float inverse_n, float eps
                                     const RowAt& row_at, const Grad& grad_of, const Body& body) {
   const RingTeam<Ring> team(ring);
   Moments<Kind, RingTeam<Ring>, typename Ring::T, kGrads> moments(team, nullptr);
-  typename Ring::Place place = ring.first(), next = place;
+  typename Ring::Place next = ring.first();
+  const unsigned rows = ring.rows();
 #pragma unroll 1
-  for (bool is_ahead = false; place.row < ring.shape.rows; is_ahead = true) {
-    if (next.row < ring.shape.rows) {
+  for (unsigned k = 0; k <= rows; ++k, ring.advance(next)) {
+    if (k < rows) {
       ring.wait(next);
+      team.number = k;
       moments.put(row_at(next), near_of<Kind>(ring, next), grad_of);
-      ring.advance(next);
     }
-    if (!is_ahead) continue;
+    if (k == 0) continue;
+    const typename Ring::Place place = ring.before(next);
     const float near = near_of<Kind>(ring, place);
+    team.number = k - 1;
     const RowMoments<Kind> found = moments.find(row_at(place), near, inverse_n, eps, grad_of);
     team.again = false;
     body(place, found);
     ring.finish(place);
-    ring.advance(place);
   }
 }
 

@@ -33,7 +33,6 @@ struct RingShape {
   int part;    // elements of each part but the last
   int blocks;  // of a cluster, two or more: parts of a row
   int slots;
-  int threads;  // that compute
 };
 
 // A buffer, of those that take turns, and the phase of its barriers.
@@ -78,7 +77,7 @@ class RowRingOf {
   __device__ RowRingOf(const RingShape& of, Memory& has, void* slots)
       : shape(of),
         memory(has),
-        threads(of.threads),
+        threads(kTensors == 1 ? int(blockDim.x) - kHelpers : of.part / kPartOfThread),
         rank(int(rank_in_cluster())),
         column(int64_t(rank) * of.part),
         count(int(::min(int64_t(of.part), of.length - column))),
@@ -105,12 +104,25 @@ class RowRingOf {
     int slot = 0, phase = 0;
   };
   __device__ Place first() const { return {int64_t(blockIdx.x / unsigned(shape.blocks))}; }
+  // How many rows the cluster has: fewer than 2^32 as all of them, whose results have memory.
+  __device__ unsigned rows() const {
+    return (unsigned(shape.rows) - 1 - unsigned(first().row)) / step() + 1;
+  }
   __device__ void advance(Place& place, int by = 1) const {
     place.row += int64_t(by) * step();
     place.slot += by;
     if (place.slot < shape.slots) return;
     place.slot -= shape.slots;
     place.phase ^= 1;
+  }
+  __device__ Place before(Place place) const {
+    place.row -= step();
+    if (place.slot == 0) {
+      place.slot = shape.slots;
+      place.phase ^= 1;
+    }
+    --place.slot;
+    return place;
   }
 
   // Threads that compute call these. Until the part is there:
@@ -291,7 +303,7 @@ std::optional<RingLaunch> ring_of(void (*kernel)(Parameters...), int64_t rows, i
   const int threads = part / kPartOfThread, unit = Ring::kTensors > 1 ? kHelpers : kWarp;
   RingLaunch made{{0, int(ceil_div(threads, unit)) * unit + kHelpers,
                    int64_t(slots) * slot_bytes + behind_bytes, int(parts), false},
-                  {rows, length, part, int(parts), slots, threads}};
+                  {rows, length, part, int(parts), slots}};
   allow_shared_memory(kernel, made.launch, op);
   const int64_t clusters = std::min(rows, clusters_at_once(kernel, made.launch, op));
   if (clusters == 0) return {};
