@@ -38,10 +38,13 @@ struct GradWeight {
     });
   }
   __device__ Vector at(const GradRing& ring, int v, int i) {
-    if constexpr (!kInRegisters) return {{*far(ring, i)}};
-    uint4& w = held[kInRegisters ? v : 0].words[0];  // the compiler would hold them as floats
-    asm volatile("" : "+r"(w.x), "+r"(w.y), "+r"(w.z), "+r"(w.w));
-    return held[kInRegisters ? v : 0];
+    if constexpr (kInRegisters) {
+      uint4& w = held[v].words[0];  // the compiler would hold them as floats
+      asm volatile("" : "+r"(w.x), "+r"(w.y), "+r"(w.z), "+r"(w.w));
+      return held[v];
+    } else {
+      return {{*far(ring, i)}};
+    }
   }
 
  private:

@@ -104,7 +104,7 @@ class RowRingOf {
     int slot = 0, phase = 0;
   };
   __device__ Place first() const { return {int64_t(blockIdx.x / unsigned(shape.blocks))}; }
-  // How many rows the cluster has: fewer than 2^32 as all of them, whose results have memory.
+  // How many rows the cluster has: fewer than 2^32, as all of them, whose results have memory.
   __device__ unsigned rows() const {
     return (unsigned(shape.rows) - 1 - unsigned(first().row)) / step() + 1;
   }
@@ -115,6 +115,7 @@ class RowRingOf {
     place.slot -= shape.slots;
     place.phase ^= 1;
   }
+  // The one that it was advanced from.
   __device__ Place before(Place place) const {
     place.row -= step();
     if (place.slot == 0) {
@@ -229,8 +230,9 @@ class RowRingOf {
     for (Place next = place; next.phase == 0; advance(next, kMovers)) load(next);
     for (; place.row < shape.rows; advance(place, kMovers)) {
       wait_for(&memory.finished[place.slot], place.phase);
-      if (tensor == 0)
+      if (tensor == 0) {
         store_piece(to.row<T>(place.row).address + column, near(place), bytes, policy);
+      }
       Place next = place;
       advance(next, shape.slots);
       load(next);
