@@ -93,6 +93,7 @@ class WarpgroupProducts {
         if (of_part_now == 0 && (part > 0 || kDefers<kUnitsOfPart>)) end_part(1 - turn);
       }
       scales_.load(scale_[turn], of_part);
+      for (float& scale : scale_[turn]) scale *= kCodeOfFraction<kBits, T>;
       if (kUnitsOfPart < kUnitsOfLine) of_part = scales_.next_part(of_part);
     }
     wait_for_batches<0>();  // the compiler takes no batch that outlasts a loop's round
@@ -126,8 +127,9 @@ class WarpgroupProducts {
     const int unit = i / kBlocksOfUnit + odd, pair = i % kBlocksOfUnit * 2;
     const uint32_t (&of_unit)[4] = words[unit / 2];
     const uint32_t low = of_unit[unit % 2 * 2], high = of_unit[unit % 2 * 2 + 1];
-    tile[0] = pair_of<kBits, T>(low, pair), tile[1] = pair_of<kBits, T>(high, pair);
-    tile[2] = pair_of<kBits, T>(low, pair + 1), tile[3] = pair_of<kBits, T>(high, pair + 1);
+    tile[0] = fractions_of<kBits, T>(low, pair), tile[1] = fractions_of<kBits, T>(high, pair);
+    tile[2] = fractions_of<kBits, T>(low, pair + 1),
+    tile[3] = fractions_of<kBits, T>(high, pair + 1);
   }
 
   __device__ void end_part(int turn) {
