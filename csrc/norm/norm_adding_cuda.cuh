@@ -94,8 +94,9 @@ struct RowPipeline {
     for (int i = int(threadIdx.x) * kRowVector; i < length; i += int(blockDim.x) * kRowVector) {
       RowFloats values(1.0f);
       if (norm.weight.is_present()) {
-        values = floats_of(fetch(norm.weight.even_row<Any>(0), from + i, kRowVector, true)) +
-                 RowFloats(norm.weight_offset);
+        values =
+            with_offset(floats_of(fetch(norm.weight.even_row<Any>(0), from + i, kRowVector, true)),
+                        norm.weight_offset);
       }
       *half_of_weight(i, 0) = {values.lanes[0], values.lanes[1], values.lanes[2], values.lanes[3]};
       *half_of_weight(i, 1) = {values.lanes[4], values.lanes[5], values.lanes[6], values.lanes[7]};

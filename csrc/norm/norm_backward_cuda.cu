@@ -4,6 +4,7 @@
 #include "common/cuda/add_partials.cuh"
 #include "norm/norm_adding_cuda.cuh"
 #include "norm/norm_columns_cuda.cuh"
+#include "norm/norm_grad_ring_cuda.cuh"
 #include "norm/norm_layout_cuda.cuh"
 
 #include <climits>
@@ -34,7 +35,7 @@ __global__ void __launch_bounds__(Team::kMostThreads)
   const auto weight_at = [&](int64_t i, int count) {
     if (!norm.weight.is_present()) return RowFloats(1.0f);
     const auto weight = cuda::fetch(norm.weight.even_row<Any>(0), i, count, is_aligned);
-    return floats_of(weight) + RowFloats(norm.weight_offset);
+    return cuda::with_offset(floats_of(weight), norm.weight_offset);
   };
   const auto weighted = [&](auto i, const auto& vectors) {
     return floats_of(vectors[1]) * weight_at(i, cuda::count_at<T>(i, cuda::Column<T>(length)));
@@ -103,6 +104,7 @@ struct Plan {
   int64_t blocks = 0;
   int64_t groups;  // of rows that have sums
   int pipeline_bytes = 0;
+  std::optional<cuda::RingLaunch> ring;  // of `blocks`: the rows pass through it
 
   template <class Kind>
   static Plan of(const NormBackward& norm, const OfVectors<Rows>& grads) {
@@ -117,7 +119,10 @@ struct Plan {
   }
 
   cuda::Launch launch() const {
-    return {unsigned(blocks), threads, pipeline_bytes, cluster, false};
+    cuda::Launch made{0, threads, pipeline_bytes, cluster, false};
+    if (ring) made = ring->launch;
+    made.blocks = unsigned(blocks);
+    return made;
   }
 
   // One group goes to where the gradients are wanted.
@@ -129,11 +134,12 @@ struct Plan {
                {norm.weight}, cuda::is_in_parts(norm.length, norm.x.dtype)),
         part{int(std::min<int64_t>(norm.length, INT_MAX)), 1} {}
 
+  // How many blocks of teams run at once, each group of which adds up what so many teams have.
   template <class Kind>
-  bool can_add_up(const NormBackward& norm, const OfVectors<Rows>& grads) {
+  int64_t blocks_of_teams(const NormBackward& norm, int64_t& of_group) {
     const cuda::Device device(Kind::kBackwardOp);
-    int64_t resident = 0, of_group = 1;  // blocks that run at once; teams
     const bool in_parts = layout.in_parts;
+    int64_t resident = 0;
     with_adding_team(layout, [&]<class Team, class T>(std::type_identity<Team>, T) {
       if (in_parts) part = {int(cuda::part_of(norm.length)), int(cuda::parts_of(norm.length))};
       const auto kernel = cuda::adding_kernel<Kind, Team, T>;
@@ -151,6 +157,20 @@ struct Plan {
       resident =
           has_clusters ? cluster * cuda::clusters_at_once(kernel, launch(), Kind::kBackwardOp) : 0;
     });
+    return resident;
+  }
+
+  template <class Kind>
+  bool can_add_up(const NormBackward& norm, const OfVectors<Rows>& grads) {
+    int64_t resident = 0, of_group = 1;  // blocks that run at once; teams
+    const bool in_parts = layout.in_parts;
+    if (in_parts) ring = cuda::grad_ring_of<Kind>(norm);
+    if (ring) {
+      cluster = ring->shape.blocks;
+      resident = ring->launch.blocks;
+    } else {
+      resident = blocks_of_teams<Kind>(norm, of_group);
+    }
     // As many blocks as run at once. What fits into the cache is soon read again, so sums of it
     // need not take more than 1 % of its memory; of more, what they take is less than the time.
     // Rows in parts take several times as long without, as long as most of the device has some.
@@ -164,7 +184,7 @@ struct Plan {
     most *= cluster;
     if (most == 0 || most * (in_parts ? 2 : 8) < resident) return false;
     rows_of_team = int(ceil_div(norm.rows, most / cluster * of_group));
-    groups = ceil_div(norm.rows, rows_of_team * of_group);
+    groups = ring ? most / cluster : ceil_div(norm.rows, rows_of_team * of_group);
     blocks = groups * cluster;
     return true;
   }
@@ -188,10 +208,15 @@ OfVectors<float*> partials_in(float* workspace, const OfVectors<Rows>& grads, in
 template <class Kind>
 void run_adding(const NormBackward& norm, const Plan& plan, const OfVectors<float*>& partials,
                 cudaStream_t stream) {
+  const float inverse_n = 1.0f / float(norm.length);
+  if (plan.ring) {
+    return cuda::launch_kernel(cuda::grad_ring_kernel<Kind>, plan.launch(), stream,
+                               Kind::kBackwardOp, norm, inverse_n, plan.ring->shape, partials);
+  }
   with_adding_team(plan.layout, [&]<class Team, class T>(std::type_identity<Team>, T) {
     cuda::launch_kernel(cuda::adding_kernel<Kind, Team, T>, plan.launch(), stream,
-                        Kind::kBackwardOp, norm, 1.0f / float(norm.length), plan.layout.team,
-                        plan.rows_of_team, plan.part, partials);
+                        Kind::kBackwardOp, norm, inverse_n, plan.layout.team, plan.rows_of_team,
+                        plan.part, partials);
   });
 }
 

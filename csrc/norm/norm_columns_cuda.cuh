@@ -30,8 +30,8 @@ __global__ void __launch_bounds__(kWarpsOfColumns* kWarp)
     };
     RowFloats weight(1.0f);
     if (norm.weight.is_present()) {
-      weight = floats_of(fetch(norm.weight.even_row<Any>(0), i, count, is_aligned)) +
-               RowFloats(norm.weight_offset);
+      weight = with_offset(floats_of(fetch(norm.weight.even_row<Any>(0), i, count, is_aligned)),
+                           norm.weight_offset);
     }
     const int64_t end = ::min((blockIdx.y + int64_t(1)) * rows_of_group, norm.rows);
 #pragma unroll 4

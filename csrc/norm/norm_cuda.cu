@@ -62,8 +62,7 @@ __device__ inline RowFloats result_of(const Norm& norm, const RowMoments<Kind>& 
                                       const RowVector<T>& vector, const WeightAndBias<W>& vectors) {
   RowFloats weight(1.0f);
   if (norm.weight.is_present()) {
-    weight = floats_of(vectors.weight);
-    if (norm.weight_offset != 0) weight = weight + RowFloats(norm.weight_offset);
+    weight = cuda::with_offset(floats_of(vectors.weight), norm.weight_offset);
   }
   const RowFloats value = found.standardized_of(floats_of(vector));
   return norm.bias.is_present() ? normalized(value, weight, floats_of(vectors.bias))
@@ -226,6 +225,20 @@ __global__ void __launch_bounds__(cuda::kLongTeam, 1)
   }
 }
 
+// What a block has of a row of a ring.
+struct RingRow {
+  const cuda::RowRing& ring;
+  cuda::RowRing::Place place;
+
+  template <class Body>
+  __device__ void for_each_vector(const Body& body) const {
+    ring.for_each_vector([&](int, int i) {
+      const RowVector<BFloat16> vectors[1] = {ring.vector(place, i)};
+      body(i, cuda::kRowVector, vectors);
+    });
+  }
+};
+
 // Long rows that pass through a ring. The threads of a block always have the same columns, and so
 // hold their vectors in registers.
 template <class Kind>
@@ -238,29 +251,18 @@ __global__ void __launch_bounds__(cuda::kMostRingThreads, 1)
   const cuda::RowRing ring(shape, memory, ring_slots);
   ring.begin();
   if (ring.helps()) {
-    return cuda::RingReduction<1 + Kind::kCentered>::help(ring, norm.x, norm.out);
+    constexpr int kSums = 1 + Kind::kCentered;
+    return cuda::RingReduction<cuda::RowRing, kSums>::help(ring, {&norm.x}, norm.out);
   }
   Norm of_columns = norm;
   if constexpr (!Kind::kCentered) of_columns.bias = {};  // there is none, as run_in_parts says
   WeightAndBias<T> vectors[cuda::kVectorsOfPart];
   ring.for_each_vector(
       [&](int v, int i) { vectors[v].fetch(of_columns, ring.column + i, cuda::kRowVector, true); });
-  const cuda::RingTeam team(ring);
-  cuda::Moments<Kind, cuda::RingTeam, T, false> moments(team, nullptr);
-  const auto near = [](const cuda::RingRow& row) { return Kind::kCentered ? row.near() : 0.0f; };
-  cuda::RowRing::Place place = ring.first(), next = place;
-#pragma unroll 1
-  for (bool is_ahead = false; place.row < norm.rows; is_ahead = true) {
-    if (next.row < norm.rows) {
-      const cuda::RingRow row{ring, next};
-      ring.wait(next);
-      moments.put(row, near(row), NoGrads{});
-      ring.advance(next);
-    }
-    if (!is_ahead) continue;
-    const cuda::RingRow row{ring, place};
-    const RowMoments<Kind> found = moments.find(row, near(row), inverse_n, norm.eps, NoGrads{});
-    team.again = false;
+  using Place = cuda::RowRing::Place;
+  const auto row_at = [&](const Place& place) { return RingRow{ring, place}; };
+  cuda::for_each_row<Kind, false>(ring, inverse_n, norm.eps, row_at, NoGrads{},
+                                  [&](const Place& place, const RowMoments<Kind>& found) {
     const Pointer<T> out = norm.out.even_row<T>(place.row);
     ring.for_each_vector([&](int v, int i) {
       vectors[v].stay();
@@ -268,9 +270,7 @@ __global__ void __launch_bounds__(cuda::kMostRingThreads, 1)
           result_of<Kind>(of_columns, found, ring.vector(place, i), vectors[v]);
       ring.set(place, i, cuda::packed_for(out, result));
     });
-    ring.finish(place);
-    ring.advance(place);
-  }
+  });
 }
 
 // Long rows whose sums are those of parts, and whether these are such rows: by their dtypes and

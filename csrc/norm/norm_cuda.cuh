@@ -40,6 +40,11 @@ inline bool is_in_parts(int64_t length, Dtype dtype) {
   return dtype == Dtype::bfloat16 && length > kUsualRow && parts_of(length) <= kMostParts;
 }
 
+// What is multiplied by, of a weight that is there. Without an offset, one of 0 keeps its sign.
+__device__ inline RowFloats with_offset(const RowFloats& weight, float offset) {
+  return offset != 0 ? weight + RowFloats(offset) : weight;
+}
+
 // Of a block, or one of its teams: these have barriers of their own, of which a multiprocessor has
 // few.
 template <RowLength kLength_, bool kAlone = true>

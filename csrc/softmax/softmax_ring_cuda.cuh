@@ -25,7 +25,7 @@ __global__ void __launch_bounds__(cuda::kMostRingThreads, 1)
   ring.begin();
   const int lane = int(threadIdx.x) % cuda::kWarp, warp = int(threadIdx.x) / cuda::kWarp;
   if (ring.helps()) {
-    return ring.help<2>(softmax.x, softmax.out, [&](const auto& of_warps) {
+    return ring.help<2>({&softmax.x}, softmax.out, [&](const auto& of_warps) {
       RowPowers powers;
       if (lane < ring.threads / cuda::kWarp) powers = {of_warps[lane][0], of_warps[lane][1]};
       powers.add_over_lanes(cuda::kWarp / 2);

@@ -6,6 +6,8 @@
 //
 // These add up the next row before they take the totals of a row: while the blocks tell each other
 // their sums, there is something to do.
+//
+// Rows may be of two tensors, side by side in a slot: the part of the first becomes the result.
 #pragma once
 
 #include <optional>
@@ -19,7 +21,8 @@ namespace dsx::cuda {
 // adds up what the others put down; and one that finds totals. Fewer would not leave the others
 // more registers.
 constexpr int kMovingWarps = 2, kHelpingWarps = kMovingWarps + 2;
-constexpr int kMostRingThreads = kPartThreads + kHelpingWarps * kWarp;
+constexpr int kHelpers = kHelpingWarps * kWarp;  // a warp group
+constexpr int kMostRingThreads = kPartThreads + kHelpers;
 
 // A slot for the row whose totals are waited for, one for the next row, and one whose part is on
 // its way.
@@ -38,15 +41,16 @@ struct RingTurn {
 };
 
 // What a block has in shared memory besides the slots.
-struct alignas(128) RingMemory {
-  static constexpr int kMostSums = 2;
+template <int kTensors>
+struct alignas(128) RingMemoryOf {
+  static constexpr int kMostSums = 2 * kTensors;
   // Buffers of the first sums of rows; and of those that are taken once more for a row.
   static constexpr int kUsual = 4, kAgain = 2, kBuffers = kUsual + kAgain;
   Barrier arrived[kMostSlots], finished[kMostSlots];
   Barrier told[kBuffers];    // sums of all parts have come
   Barrier summed[kUsual];    // of_warps is there
   Barrier found[kUsual];     // totals are there
-  uint4 firsts[kMostSlots];  // the first vectors of the rows
+  uint4 firsts[kMostSlots];  // the first vectors of the rows, of the first tensor
   float of_warps[kBuffers][kPartThreads / kWarp][kMostSums];
   float sums[kBuffers][kMostParts][kMostSums];  // of all parts
   float totals[kUsual][kMostSums];              // of the row
@@ -57,20 +61,23 @@ struct alignas(128) RingMemory {
   }
 };
 
-class RowRing {
+template <int kTensors_>
+class RowRingOf {
  public:
+  static constexpr int kTensors = kTensors_;
   using T = BFloat16;
+  using Memory = RingMemoryOf<kTensors>;
   const RingShape& shape;
-  RingMemory& memory;
+  Memory& memory;
   const int threads;     // that compute
   const int rank;        // of this block: which part of a row it has
   const int64_t column;  // where that begins
   const int count;       // of its elements
 
-  __device__ RowRing(const RingShape& of, RingMemory& has, void* slots)
+  __device__ RowRingOf(const RingShape& of, Memory& has, void* slots)
       : shape(of),
         memory(has),
-        threads(int(blockDim.x) - kHelpingWarps * kWarp),
+        threads(kTensors == 1 ? int(blockDim.x) - kHelpers : of.part / kPartOfThread),
         rank(int(rank_in_cluster())),
         column(int64_t(rank) * of.part),
         count(int(::min(int64_t(of.part), of.length - column))),
@@ -80,7 +87,7 @@ class RowRing {
   __device__ void begin() const {
     if (threadIdx.x == 0) {
       for (int slot = 0; slot < shape.slots; ++slot) {
-        begin_barrier(&memory.arrived[slot], 1);
+        begin_barrier(&memory.arrived[slot], kTensors);
         begin_barrier(&memory.finished[slot], threads / kWarp);
       }
       for (Barrier& each : memory.told) begin_barrier(&each, 1);
@@ -97,12 +104,26 @@ class RowRing {
     int slot = 0, phase = 0;
   };
   __device__ Place first() const { return {int64_t(blockIdx.x / unsigned(shape.blocks))}; }
+  // How many rows the cluster has: fewer than 2^32, as all of them, whose results have memory.
+  __device__ unsigned rows() const {
+    return (unsigned(shape.rows) - 1 - unsigned(first().row)) / step() + 1;
+  }
   __device__ void advance(Place& place, int by = 1) const {
     place.row += int64_t(by) * step();
     place.slot += by;
     if (place.slot < shape.slots) return;
     place.slot -= shape.slots;
     place.phase ^= 1;
+  }
+  // The one that it was advanced from.
+  __device__ Place before(Place place) const {
+    place.row -= step();
+    if (place.slot == 0) {
+      place.slot = shape.slots;
+      place.phase ^= 1;
+    }
+    --place.slot;
+    return place;
   }
 
   // Threads that compute call these. Until the part is there:
@@ -118,8 +139,8 @@ class RowRing {
       if (i < count) body(v, i);
     }
   }
-  __device__ RowVector<T> vector(const Place& place, int i) const {
-    return {{*reinterpret_cast<const uint4*>(slot(place.slot) + i)}};
+  __device__ RowVector<T> vector(const Place& place, int i, int tensor = 0) const {
+    return {{*reinterpret_cast<const uint4*>(slot(place.slot) + tensor * shape.part + i)}};
   }
   __device__ void set(const Place& place, int i, const RowVector<T>& value) const {
     *reinterpret_cast<uint4*>(slot(place.slot) + i) = value.words[0];
@@ -128,6 +149,8 @@ class RowRing {
   __device__ RowVector<T> first_vector(const Place& place) const {
     return {{memory.firsts[place.slot]}};
   }
+  // Behind the slots: what ring_of was asked to leave room for.
+  __device__ T* behind_slots() const { return slot(shape.slots); }
   // The part has become the result.
   __device__ void finish(const Place& place) const {
     show_to_engine();
@@ -139,11 +162,11 @@ class RowRing {
   // This warp has put down its sums of row number k of the cluster.
   __device__ void show_sums(unsigned k) const {
     __syncwarp();
-    if (int(threadIdx.x) % kWarp == 0) arrive(&memory.summed[RingMemory::usual(k).buffer]);
+    if (int(threadIdx.x) % kWarp == 0) arrive(&memory.summed[Memory::usual(k).buffer]);
   }
   // The totals of that row, [kMostSums].
   __device__ const float* wait_for_totals(unsigned k) const {
-    const RingTurn turn = RingMemory::usual(k);
+    const RingTurn turn = Memory::usual(k);
     wait_for(&memory.found[turn.buffer], turn.phase);
     return memory.totals[turn.buffer];
   }
@@ -160,44 +183,56 @@ class RowRing {
     tell_in_cluster(&memory.sums[buffer][rank][lane % kSums], told, unsigned(lane) / kSums, sum);
   }
 
-  // What this thread's warp does: it computes, or else all of its work is `help`.
-  __device__ bool helps() const { return int(threadIdx.x) >= threads; }
+  // What this thread's warp does: all of its work is `help`, or it computes, but for those that
+  // only make the threads of a block whole warp groups.
+  __device__ bool helps() const { return helper() >= 0; }
+  __device__ bool computes() const { return int(threadIdx.x) < threads; }
 
   // part_sum(of_warps): lane L returns sum number L % kSums of a part. total(sums of parts): lane L
   // returns total number L % kSums.
   template <int kSums, class PartSum, class Total>
-  __device__ void help(const Rows& from, const Rows& to, const PartSum& part_sum,
+  __device__ void help(const Rows* const (&from)[kTensors], const Rows& to, const PartSum& part_sum,
                        const Total& total) const {
-    const int warp = (int(threadIdx.x) - threads) / kWarp;
-    if (warp < kMovingWarps) return move(from, to, warp);
+    const int warp = helper() / kWarp;
     if (warp == kMovingWarps) return tell_all<kSums>(part_sum);
-    find_totals<kSums>(total);
+    if (warp > kMovingWarps) return find_totals<kSums>(total);
+#pragma unroll
+    for (int tensor = 0; tensor < kTensors; ++tensor) {
+      if (warp % kTensors == tensor) move(*from[tensor], to, tensor, warp / kTensors);
+    }
   }
 
  private:
+  __device__ int helper() const { return int(threadIdx.x) - (int(blockDim.x) - kHelpers); }
   __device__ unsigned step() const { return gridDim.x / unsigned(shape.blocks); }
-  __device__ T* slot(int number) const { return slots_ + number * shape.part; }
+  __device__ T* slot(int number) const { return slots_ + number * kTensors * shape.part; }
 
-  // Movers take turns at the rows.
-  __device__ void move(const Rows& from, const Rows& to, int mover) const {
+  // The movers of a tensor take turns at the rows. Only the result leaves: what was in a slot of
+  // another tensor is free first.
+  __device__ void move(const Rows& from, const Rows& to, int tensor, int mover) const {
+    constexpr int kMovers = kMovingWarps / kTensors;
     if (int(threadIdx.x) % kWarp > 0) return;
     const uint64_t policy = read_once();
     const int bytes = count * int(sizeof(T));
+    const auto near = [&](const Place& place) { return slot(place.slot) + tensor * shape.part; };
     const auto load = [&](const Place& place) {
       if (place.row >= shape.rows) return;
       const T* const row = from.row<T>(place.row).address;
       Barrier* const barrier = &memory.arrived[place.slot];
       uint4* const first = &memory.firsts[place.slot];
-      arrive_expecting(barrier, bytes + int(sizeof(*first)));
-      fetch_piece(first, row, int(sizeof(*first)), barrier, policy);
-      fetch_piece(slot(place.slot), row + column, bytes, barrier, policy);
+      const int of_first = tensor == 0 ? int(sizeof(*first)) : 0;
+      arrive_expecting(barrier, bytes + of_first);
+      if (of_first > 0) fetch_piece(first, row, of_first, barrier, policy);
+      fetch_piece(near(place), row + column, bytes, barrier, policy);
     };
     Place place = first();
     advance(place, mover);
-    for (Place next = place; next.phase == 0; advance(next, kMovingWarps)) load(next);
-    for (; place.row < shape.rows; advance(place, kMovingWarps)) {
+    for (Place next = place; next.phase == 0; advance(next, kMovers)) load(next);
+    for (; place.row < shape.rows; advance(place, kMovers)) {
       wait_for(&memory.finished[place.slot], place.phase);
-      store_piece(to.row<T>(place.row).address + column, slot(place.slot), bytes, policy);
+      if (tensor == 0) {
+        store_piece(to.row<T>(place.row).address + column, near(place), bytes, policy);
+      }
       Place next = place;
       advance(next, shape.slots);
       load(next);
@@ -211,11 +246,11 @@ class RowRing {
   // before all have seen the first.
   template <int kSums, class PartSum>
   __device__ void tell_all(const PartSum& part_sum) const {
-    static_assert(RingMemory::kUsual == 4);
+    static_assert(Memory::kUsual == 4);
     unsigned k = 0;
 #pragma unroll 1
     for (int64_t row = first().row; row < shape.rows; row += step()) {
-      const RingTurn turn = RingMemory::usual(k++);
+      const RingTurn turn = Memory::usual(k++);
       wait_together_for(&memory.summed[turn.buffer], turn.phase);
       tell<kSums>(turn.buffer, part_sum(memory.of_warps[turn.buffer]));
     }
@@ -228,7 +263,7 @@ class RowRing {
     unsigned k = 0;
 #pragma unroll 1
     for (int64_t row = first().row; row < shape.rows; row += step()) {
-      const RingTurn turn = RingMemory::usual(k++);
+      const RingTurn turn = Memory::usual(k++);
       wait_for_told(&memory.told[turn.buffer], turn.phase);
       __syncwarp();
       const float found = total(memory.sums[turn.buffer]);
@@ -241,6 +276,9 @@ class RowRing {
   T* const slots_;
 };
 
+using RingMemory = RingMemoryOf<1>;
+using RowRing = RowRingOf<1>;
+
 struct RingLaunch {
   Launch launch;
   RingShape shape;
@@ -248,20 +286,25 @@ struct RingLaunch {
 
 // For so many rows of this length. None where the rows have not as many parts as clusters can have,
 // or the device has no room for one, or runs code of the kernel that has no copy engine. How many
-// rows there are does not matter to that.
-template <class... Parameters>
+// rows there are does not matter to that. `parts_behind`: how many parts of vectors there is to be
+// room for behind the slots. Where there are two tensors, those that compute and those that help
+// are warp groups, which give and take registers.
+template <class Ring = RowRing, class... Parameters>
 std::optional<RingLaunch> ring_of(void (*kernel)(Parameters...), int64_t rows, int64_t length,
-                                  const char* op) {
+                                  const char* op, int parts_behind = 0) {
   const int64_t parts = parts_of(length);
   if (parts < 2 || parts > kMostParts || !can_chain(kernel, op)) return {};
   int device = 0, most = 0;
   check(cudaGetDevice(&device), op);
   check(cudaDeviceGetAttribute(&most, cudaDevAttrMaxSharedMemoryPerBlockOptin, device), op);
-  const int part = int(part_of(length)), slot_bytes = part * int(sizeof(RowRing::T));
-  const int slots = std::min(kMostSlots, (most - int(sizeof(RingMemory))) / slot_bytes);
+  const int part = int(part_of(length)), part_bytes = part * int(sizeof(typename Ring::T));
+  const int slot_bytes = Ring::kTensors * part_bytes, behind_bytes = parts_behind * part_bytes;
+  const int room = most - int(sizeof(typename Ring::Memory)) - behind_bytes;
+  const int slots = std::min(kMostSlots, room / slot_bytes);
   if (slots < kLeastSlots) return {};
-  RingLaunch made{{0, part / kPartOfThread + kHelpingWarps * kWarp, int64_t(slots) * slot_bytes,
-                   int(parts), false},
+  const int threads = part / kPartOfThread, unit = Ring::kTensors > 1 ? kHelpers : kWarp;
+  RingLaunch made{{0, int(ceil_div(threads, unit)) * unit + kHelpers,
+                   int64_t(slots) * slot_bytes + behind_bytes, int(parts), false},
                   {rows, length, part, int(parts), slots}};
   allow_shared_memory(kernel, made.launch, op);
   const int64_t clusters = std::min(rows, clusters_at_once(kernel, made.launch, op));

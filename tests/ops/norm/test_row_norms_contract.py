@@ -103,6 +103,61 @@ def test_a_row_that_a_cluster_shares_is_the_same_everywhere(
 
 
 @each_kind
+@pytest.mark.parametrize("offset", [0.0, 1.0])
+@pytest.mark.parametrize("n", [4096, 32_776, 131_072])
+def test_zeros_have_the_same_sign_everywhere(
+    kind: Kind, n: int, offset: float, device: str
+) -> None:
+    """Of weights that are -0, and of gradients that are: alone, beside others, unaligned."""
+    rows = 5 if device == "cpu" else 600 * 32_768 // n
+    arguments = kind.arguments((rows, n), BF16, device)
+    arguments["weight"][::3] = -0.0
+    grad = make((rows, n), BF16, 8, device)
+    grad[1], grad[2], grad[3, ::2] = 0.0, -0.0, -0.0
+
+    def bits(of: slice, moved: bool) -> dict[str, Tensor]:
+        found = {}
+        for name, tensor in {"x": arguments["x"], "grad": grad}.items():
+            room = torch.empty(tensor[of].numel() + moved, dtype=BF16, device=device)
+            found[name] = room[int(moved) :].view(-1, n).copy_(tensor[of])
+        given = arguments | {"x": found["x"]}
+        got = results_and_gradients(kind.op, given, [found["grad"]], weight_offset=offset)
+        return {name: got[name].view(torch.int16) for name in ("out", "x")}
+
+    want = bits(slice(None), moved=False)
+    for of in (slice(0, 5), slice(1, 2), slice(2, 3), slice(3, 4)):
+        for moved in (False, True):
+            for name, got in bits(of, moved).items():
+                assert torch.equal(got, want[name][of]), name
+
+
+@each_kind
+@pytest.mark.parametrize("n", [16_392, 131_072])
+def test_gradients_in_clusters_in_a_cuda_graph(kind: Kind, n: int, cuda: str) -> None:
+    """With the bits of those outside, each time it is replayed, whichever are wanted."""
+    arguments = kind.arguments((600 * 32_768 // n, n), BF16, cuda)
+    grad = make(tuple(arguments["x"].shape), BF16, 8, cuda)
+    for names in (("x", *kind.vectors), ("x",), ("x", "weight"), ("weight",)):
+        leaves = {name: t.clone().requires_grad_(name in names) for name, t in arguments.items()}
+
+        def gradients(
+            leaves: dict[str, Tensor] = leaves, names: tuple[str, ...] = names
+        ) -> tuple[Tensor, ...]:
+            return torch.autograd.grad(kind.op(**leaves), [leaves[name] for name in names], grad)
+
+        want = gradients()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            got = gradients()
+        for _ in range(3):
+            for tensor in got:
+                tensor.fill_(float("nan"))
+            graph.replay()
+            for name, one, other in zip(names, got, want, strict=True):
+                assert torch.equal(one, other), name
+
+
+@each_kind
 @pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
 def test_heads_of_one_projection_are_read_as_they_lie(
     kind: Kind, dtype: torch.dtype, device: str

@@ -79,11 +79,8 @@ def test_huge_and_tiny_values(
         assert_within(f"eps {eps}", got, want, error)
 
 
-@each_kind
-@pytest.mark.parametrize("n", [16_385, 32_776, 65_544, 131_072])
-def test_rows_in_clusters_whose_sums_are_taken_again(kind: Kind, n: int, device: str) -> None:
-    """Far from where they begin, or with squares that are no floats, or both; and alone."""
-    rows = 7 if device == "cpu" else 70 * 65_536 // n
+def rows_whose_sums_are_taken_again(rows: int, n: int, device: str) -> Tensor:
+    """Far from where they begin, or with squares that are no floats, or both; beside others."""
     x = make((rows, n), F32, 0, device)
     x[1::7] += 300
     x[2::7, :8] += 300
@@ -93,12 +90,43 @@ def test_rows_in_clusters_whose_sums_are_taken_again(kind: Kind, n: int, device:
     x[5::7, :8] += 3e-19
     x[6::7] *= 1e18
     x[6::7, :8] += 3e20
-    x = x.to(BF16)
+    return x.to(BF16)
+
+
+@each_kind
+@pytest.mark.parametrize("n", [16_385, 32_776, 65_544, 131_072])
+def test_rows_in_clusters_whose_sums_are_taken_again(kind: Kind, n: int, device: str) -> None:
+    x = rows_whose_sums_are_taken_again(7 if device == "cpu" else 70 * 65_536 // n, n, device)
     got, want = kind.op(x, eps=0.0), kind.ref(x.cpu().double(), eps=0.0)
     size = want.abs() + want.abs().mean(-1, keepdim=True)
     assert_within("out", got.cpu(), want, 2e-5 * size)
     for row in range(7):
         assert torch.equal(kind.op(x[row : row + 1], eps=0.0)[0], got[row])
+
+
+@each_kind
+@pytest.mark.parametrize("n", [16_385, 16_392, 32_776, 65_544, 131_072])
+def test_gradients_in_clusters_whose_sums_are_taken_again(kind: Kind, n: int, device: str) -> None:
+    """In so many rows that on CUDA clusters have several; alone and with frozen vectors, too."""
+    rows = 7 if device == "cpu" else 160 * 131_072 // n
+    x = rows_whose_sums_are_taken_again(rows, n, device)
+    grad = make((rows, n), BF16, 1, device)
+    vectors = {name: make((n,), BF16, 2 + i, device) for i, name in enumerate(kind.vectors)}
+    got = results_and_gradients(kind.op, {"x": x} | vectors, [grad], eps=0.0)
+    wide = {name: tensor.cpu().double() for name, tensor in ({"x": x} | vectors).items()}
+    of_result = grad.cpu().double()
+    want = results_and_gradients(kind.ref, wide, [of_result], eps=0.0)
+    size = want["x"].abs() + want["x"].abs().amax(-1, keepdim=True)
+    assert_within("x", got["x"].cpu(), want["x"], 4e-5 * size)
+    terms = {"weight": of_result * kind.ref(wide["x"], eps=0.0), "bias": of_result}
+    for name in vectors:
+        size = terms[name].abs().sum(0)
+        assert_within(name, got[name].cpu(), want[name], 4e-5 * (size + size.mean()))
+    for row in range(7):
+        one = slice(row, row + 1)
+        leaf = x[one].clone().requires_grad_()
+        (alone,) = torch.autograd.grad(kind.op(leaf, **vectors, eps=0.0), leaf, grad[one])
+        assert torch.equal(alone[0], got["x"][row])
 
 
 @each_kind
