@@ -71,9 +71,10 @@ __device__ inline uint32_t pair_of(uint32_t word, int n) {
   }
 }
 
-// The same pair, of codes of 4 bits in fewer instructions: all but every other pair stay where they
-// lie. Of bfloat16, which has no room for that behind an exponent, those are subnormal numbers:
-// each number is a quarter of its code, as there is no factor for more. Exact, as all of it.
+// The same pair, of codes of 4 bits in fewer instructions: one shift serves two pairs, of which the
+// second stays 4 bits higher. Behind an exponent of bfloat16 there is no room for that: with none,
+// codes stand for 2^129 times less, most of them subnormal numbers. No factor is large enough to
+// make more than a quarter of a code of them, so all pairs are quarters. All of it is exact.
 template <int kBits, class T>
 constexpr float kCodeOfFraction = kBits == 4 && T::kQuietNan == BFloat16::kQuietNan ? 4 : 1;
 
@@ -246,7 +247,7 @@ class CodeProducts {
   }
   __device__ void copy_sums(float (&sums)[kSums]) const {
 #pragma unroll
-    for (int i = 0; i < kSums; ++i) sums[i] = totals_[i];
+    for (int i = 0; i < kSums; ++i) sums[i] = totals_[i] * kCodeOfFraction<kBits, T>;
   }
 
   // Adds the products of line l of a stage, which is that number of the weight. There is code for
@@ -290,7 +291,6 @@ class CodeProducts {
 #pragma unroll
       for (Group& group : groups) {
         scales_.load(group.scale, of_part);
-        for (float& scale : group.scale) scale *= kCodeOfFraction<kBits, T>;
         if (kAsymmetric) scales_.load_offsets(group.offset, of_part);
         if (kOwnScale) of_part = scales_.next_part(of_part);
       }
@@ -348,7 +348,8 @@ class CodeProducts {
         float sum = group.sums[j][i];
         if (kAsymmetric) {
           sum = __fmaf_rn(kZero, group.sums_of_x[j][i], sum);
-          total = __fmaf_rn(group.offset[i / 2], group.sums_of_x[j][i], total);
+          const float offset = group.offset[i / 2] / kCodeOfFraction<kBits, T>;
+          total = __fmaf_rn(offset, group.sums_of_x[j][i], total);
         }
         total = __fmaf_rn(group.scale[i / 2], sum, total);
       }

@@ -49,7 +49,7 @@ class WarpgroupProducts {
   }
   __device__ void copy_sums(float (&sums)[kSums]) const {
 #pragma unroll
-    for (int i = 0; i < kSums; ++i) sums[i] = totals_[i];
+    for (int i = 0; i < kSums; ++i) sums[i] = totals_[i] * kCodeOfFraction<kBits, T>;
   }
 
   // Adds the products of the line of a stage, which is that number of the weight.
@@ -93,7 +93,6 @@ class WarpgroupProducts {
         if (of_part_now == 0 && (part > 0 || kDefers<kUnitsOfPart>)) end_part(1 - turn);
       }
       scales_.load(scale_[turn], of_part);
-      for (float& scale : scale_[turn]) scale *= kCodeOfFraction<kBits, T>;
       if (kUnitsOfPart < kUnitsOfLine) of_part = scales_.next_part(of_part);
     }
     wait_for_batches<0>();  // the compiler takes no batch that outlasts a loop's round

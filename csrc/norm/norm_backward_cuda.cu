@@ -153,7 +153,7 @@ struct Plan {
       of_group = in_parts ? 1 : threads / layout.team * cluster;
       resident = int64_t(device.multiprocessors) * (Team::kShort ? 3 : 1);
       if (!in_parts) return;
-      cuda::allow_shared(kernel, pipeline_bytes, Kind::kBackwardOp);
+      cuda::allow_shared_memory(kernel, pipeline_bytes, Kind::kBackwardOp);
       resident =
           has_clusters ? cluster * cuda::clusters_at_once(kernel, launch(), Kind::kBackwardOp) : 0;
     });

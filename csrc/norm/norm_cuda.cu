@@ -313,7 +313,7 @@ template <class Kind, class T, class W, bool kOfSum>
 void launch_long(const Norm& norm, const cuda::Device& device, cudaStream_t queue) {
   const auto kernel = long_kernel<Kind, T, W, kOfSum>;
   const int bytes = int(cuda::LongRow<T>::shared_bytes(norm.length));
-  cuda::allow_shared(kernel, bytes, Kind::kOp);
+  cuda::allow_shared_memory(kernel, bytes, Kind::kOp);
   const int64_t blocks = std::min<int64_t>(norm.rows, device.multiprocessors);
   kernel<<<unsigned(blocks), cuda::kLongTeam, bytes, queue>>>(norm, 1.0f / float(norm.length));
 }

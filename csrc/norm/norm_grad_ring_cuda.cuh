@@ -11,8 +11,7 @@ namespace dsx::cuda {
 
 using GradRing = RowRingOf<2>;
 
-// So many threads begin with 96 registers each, which is all that a multiprocessor has for them.
-constexpr int kMostGradThreads = kPartThreads + kHelpers;
+// kMostRingThreads begin with 96 registers each, which is all that a multiprocessor has for them.
 constexpr int kRegistersThatHelp = 32, kRegistersThatCompute = 112;
 static_assert(kHelpers * (96 - kRegistersThatHelp) >= kPartThreads * (kRegistersThatCompute - 96));
 
@@ -76,7 +75,7 @@ struct GradRow {
 };
 
 template <class Kind>
-__global__ void __launch_bounds__(kMostGradThreads, 1)
+__global__ void __launch_bounds__(kMostRingThreads, 1)
     grad_ring_kernel(const __grid_constant__ NormBackward norm, float inverse_n,
                      const __grid_constant__ RingShape shape,
                      OfVectors<float*> partials) {  // [clusters, length] written; null: not wanted
@@ -139,7 +138,8 @@ template <class Kind>
 std::optional<RingLaunch> grad_ring_of(const NormBackward& norm) {
   const bool is_even = !norm.weight.is_present() || norm.weight.dtype == Dtype::bfloat16;
   if (!is_even || norm.grad_sum.is_present()) return {};
-  return ring_of<GradRing>(grad_ring_kernel<Kind>, norm.rows, norm.length, Kind::kBackwardOp, 1);
+  return ring_of<GradRing>(grad_ring_kernel<Kind>, norm.rows, norm.length, Kind::kBackwardOp,
+                           Kind::kCentered);
 }
 
 }  // namespace dsx::cuda

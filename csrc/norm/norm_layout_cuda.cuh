@@ -54,11 +54,4 @@ struct Device {
   }
 };
 
-// Allows a kernel so much shared memory.
-template <class Kernel>
-void allow_shared(Kernel kernel, int bytes, const char* op) {
-  if (bytes <= 40 << 10) return;  // every device has that
-  check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes), op);
-}
-
 }  // namespace dsx::cuda

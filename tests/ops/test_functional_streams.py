@@ -38,6 +38,18 @@ def test_two_threads(name: str, n: int, device: str) -> None:
             assert_same(got, want)
 
 
+@each_case
+def test_two_threads_with_rows_of_two_lengths(name: str, device: str) -> None:
+    """On CUDA the kernels are the same, and the shared memory that they take is not."""
+    lengths, times = ((16_392, 131_072), 60) if device == "cuda" else ((40, 64), 2)
+    calls = [call_of(CASES[name], 4, n, BF16, device, others=BF16) for n in lengths]
+    wanted = [call.run() for call in calls]
+    found = in_threads(device, times, *(call.run for call in calls))
+    for of_thread, want in zip(found, wanted, strict=True):
+        for got in of_thread:
+            assert_same(got, want)
+
+
 FIRST_USE = """
 from functional_cases import CASES, call_of
 from at_once import at_once

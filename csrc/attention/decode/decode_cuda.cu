@@ -76,7 +76,7 @@ void launch(void (*kernel)(Parameters...), const Device& device, int threads, in
                              " chunks of slots and heads, expected at most 2^31 - 1");
   }
   cuda::Launch made = {1, threads, shared_bytes, 1, cuda::can_chain(kernel, kOp)};
-  cuda::allow_shared_memory(kernel, made, kOp);
+  cuda::allow_shared_memory(kernel, shared_bytes, kOp);
   int resident = 0;
   cuda::check(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&resident, kernel, threads,
                                                             size_t(shared_bytes)),

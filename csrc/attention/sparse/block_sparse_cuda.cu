@@ -1,6 +1,7 @@
 // block_sparse_attention on CUDA: makes the lists, and chooses kernels. Tensor cores leave what is
 // not finite: there a weight of 0 is a product all the same. So they note the tokens whose results
 // are not finite, and those are done again in float32, where it has no part.
+#include "common/cuda/chain.cuh"
 #include "attention/sparse/block_sparse_any_cuda.cuh"
 #include "attention/sparse/block_sparse_launch_cuda.cuh"
 
@@ -94,8 +95,7 @@ void launch_any(const SparseTask& task, const Device& device, cudaStream_t strea
   AnyMemory memory(int(task.call.width), kAnyMost);
   if (memory.bytes() > device.shared_of_block) memory.most = 1;
   const auto kernel = any_kernel<kDirection>;
-  check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, memory.bytes()),
-        kSparseName);
+  allow_shared_memory(kernel, memory.bytes(), kSparseName);
   const int64_t blocks = task.spoiled == nullptr ? strips : ceil_div(strips, int64_t(kAnyChunk));
   kernel<<<unsigned(blocks), kAnyThreads, size_t(memory.bytes()), stream>>>(task, memory);
   check(cudaGetLastError(), kSparseName);

@@ -7,7 +7,7 @@
 namespace dsx::cuda {
 
 // A block has columns for each lane, and threads that divide the groups of a column. Of long rows,
-// whose blocks are many, those have more columns and fewer threads: they have few groups.
+// whose blocks are many, lanes have more columns and fewer threads divide the groups.
 constexpr int64_t kManyColumns = 16'384;
 
 // Sums of several vectors, one after the other. What is not wanted is absent.

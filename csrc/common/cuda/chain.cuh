@@ -132,11 +132,18 @@ struct LaunchConfig {
   LaunchConfig& operator=(const LaunchConfig&) = delete;
 };
 
+// For a launch with so much shared memory. What is allowed is the kernel's, not the launch's: were
+// it less than all there is, another thread's launch of the kernel might be refused.
 template <class... Parameters>
-void allow_shared_memory(void (*kernel)(Parameters...), const Launch& launch, const char* op) {
-  if (launch.shared_bytes <= 48 * 1024) return;
+void allow_shared_memory(void (*kernel)(Parameters...), int64_t bytes, const char* op) {
+  if (bytes <= 32 * 1024) return;  // every device has that, beside what a kernel has anyway
+  int device = 0, most = 0;
+  check(cudaGetDevice(&device), op);
+  check(cudaDeviceGetAttribute(&most, cudaDevAttrMaxSharedMemoryPerBlockOptin, device), op);
+  cudaFuncAttributes attributes;
+  check(cudaFuncGetAttributes(&attributes, kernel), op);
   check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                             int(launch.shared_bytes)),
+                             most - int(attributes.sharedSizeBytes)),
         op);
 }
 
@@ -144,7 +151,7 @@ template <class... Parameters, class... Arguments>
 void launch_kernel(void (*kernel)(Parameters...), const Launch& launch, cudaStream_t stream,
                    const char* op, const Arguments&... arguments) {
   check(cudaPeekAtLastError(), op);  // of somebody before
-  allow_shared_memory(kernel, launch, op);
+  allow_shared_memory(kernel, launch.shared_bytes, op);
   const LaunchConfig made(launch, stream);
   check(cudaLaunchKernelEx(&made.config, kernel, Parameters(arguments)...), op);
 }
