@@ -3,6 +3,8 @@
 // each part first, then over the parts in their order: the bits depend on the row's length only.
 #pragma once
 
+#include <algorithm>
+
 #include "common/cuda/chain.cuh"
 #include "common/cuda/rows.cuh"
 
@@ -68,6 +70,17 @@ int64_t clusters_at_once(void (*kernel)(Parameters...), Launch launch, const cha
                                                       size_t(launch.shared_bytes)),
         op);
   return int64_t(found) * processors;
+}
+
+// Gives a launch whose clusters take one row after the other as many of them as run at once, no
+// more than there are rows; false if none does.
+template <class... Parameters>
+bool fill_with_clusters(Launch& launch, int64_t rows, void (*kernel)(Parameters...),
+                        const char* op) {
+  allow_shared_memory(kernel, launch.shared_bytes, op);
+  const int64_t clusters = std::min(rows, clusters_at_once(kernel, launch, op));
+  launch.blocks = unsigned(clusters * launch.cluster);
+  return clusters > 0;
 }
 
 }  // namespace dsx::cuda

@@ -306,10 +306,7 @@ std::optional<RingLaunch> ring_of(void (*kernel)(Parameters...), int64_t rows, i
   RingLaunch made{{0, int(ceil_div(threads, unit)) * unit + kHelpers,
                    int64_t(slots) * slot_bytes + behind_bytes, int(parts), false},
                   {rows, length, part, int(parts), slots}};
-  allow_shared_memory(kernel, made.launch.shared_bytes, op);
-  const int64_t clusters = std::min(rows, clusters_at_once(kernel, made.launch, op));
-  if (clusters == 0) return {};
-  made.launch.blocks = unsigned(clusters * parts);
+  if (!fill_with_clusters(made.launch, rows, kernel, op)) return {};
   return made;
 }
 

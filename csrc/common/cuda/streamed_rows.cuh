@@ -111,10 +111,7 @@ std::optional<RowStream> stream_of(void (*kernel)(Parameters...), int64_t rows, 
   const int part = int(std::min(part_of(length), length)), parts = int(parts_of(length));
   const int threads = int(part_of(length) / kPartOfThread);
   RowStream made{{0, threads, StreamedRow<T, kTensors>::bytes(part), parts, false}, part};
-  allow_shared_memory(kernel, made.launch.shared_bytes, op);
-  const int64_t clusters = std::min(rows, clusters_at_once(kernel, made.launch, op));
-  if (clusters == 0) return {};
-  made.launch.blocks = unsigned(clusters * parts);
+  if (!fill_with_clusters(made.launch, rows, kernel, op)) return {};
   return made;
 }
 
