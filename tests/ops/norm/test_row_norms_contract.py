@@ -132,6 +132,17 @@ def test_zeros_have_the_same_sign_everywhere(
 
 
 @each_kind
+@pytest.mark.parametrize("n", [9, 4096, 16_392])
+def test_a_weight_of_minus_zero(kind: Kind, n: int, device: str) -> None:
+    """Times what it is, as in torch: an offset of 0 is none."""
+    x, weight = make((3, n), BF16, 0, device), torch.full((n,), -0.0, device=device)
+    for dtype in DTYPES:
+        got = kind.op(x, weight.to(dtype))
+        assert torch.equal(got.signbit().cpu(), kind.ref(x.cpu(), weight.cpu()).signbit())
+        assert not got.any()
+
+
+@each_kind
 @pytest.mark.parametrize("n", [16_392, 131_072])
 def test_gradients_in_clusters_in_a_cuda_graph(kind: Kind, n: int, cuda: str) -> None:
     """With the bits of those outside, each time it is replayed, whichever are wanted."""
