@@ -18,8 +18,7 @@ using Stored = std::conditional_t<Vec::size >= kLeastLanes && !std::is_same_v<T,
 
 template <class T>
 inline Vec weight_at(Pointer<T> weight, float offset, int64_t i, int count) {
-  const Vec added = offset == 0 ? -0.0f : offset;  // so a weight of -0 stays that
-  return weight ? Vec::load(weight + i, count) + added : Vec(1.0f);
+  return weight ? Vec::load(weight + i, count) + Vec(offset) : Vec(1.0f);
 }
 
 // The first `count` lanes, and zeros.

@@ -229,7 +229,8 @@ REFUSED: dict[str, Callable[[], dict[str, Any]]] = {
     "x_bias is given, expected a residual beside it": lambda: dict(x_bias=torch.ones(4)),
     "eps is -1, expected a number that is 0 or more": lambda: dict(eps=-1.0),
     "eps is nan, expected a number that is 0 or more": lambda: dict(eps=float("nan")),
-    "weight_offset is inf, expected a finite number": lambda: dict(weight_offset=float("inf")),
+    "weight_offset is inf, expected a finite float32": lambda: dict(weight_offset=float("inf")),
+    "weight_offset is -1e+39, expected a finite float32": lambda: dict(weight_offset=-1e39),
 }  # fmt: skip
 
 
