@@ -16,7 +16,6 @@ from torch.nn.parameter import is_lazy
 from deepspeed_ext.collector import end_outside, is_collecting
 from deepspeed_ext.dtensors import is_dtensor, rests_on_host
 from deepspeed_ext.offload.streamed import Take, home_of, is_beside
-from deepspeed_ext.offload.worker import Worker
 from deepspeed_ext.torch_internals.compiler import untraced
 from deepspeed_ext.torch_internals.modules import is_compiled, is_compiled_in_place, pre_hooks_of
 from deepspeed_ext.torch_internals.tensors import is_watched_in_backward
@@ -37,6 +36,24 @@ class Told(Protocol):
 
     def take_gradient(self, param: Tensor, grad: Tensor) -> bool:
         """Take one of a streamed parameter, if it can be taken."""
+
+
+class OfProcess(Protocol):
+    """What belongs to one process; see worker.Worker."""
+
+    def is_foreign(self) -> bool:
+        """Return whether this is a fork of it."""
+
+
+class Ending(Protocol):
+    """What has something under way; see pipeline.Pipeline."""
+
+    @property
+    def worker(self) -> OfProcess:
+        """Does it."""
+
+    def end(self) -> None:
+        """Wait until all is over."""
 
 
 class _Tell:
@@ -146,10 +163,10 @@ def _is_watched(param: Tensor) -> bool:
     return is_watched_in_backward(param) or (home is not None and home.hands_over(param))
 
 
-def check_model(op: str, model: torch.nn.Module) -> None:
+def check_model(op: str, model: torch.nn.Module | None) -> None:
     """Raise TypeError if a module in a model can tell of nothing, and reads weights unseen."""
     jit: Any = torch.jit  # whose stubs leave the class out
-    for name, module in model.named_modules():
+    for name, module in () if model is None else model.named_modules():
         if isinstance(module, jit.RecursiveScriptModule):
             what = f"model has {name!r}, a module" if name else "model is one"
             raise TypeError(
@@ -224,12 +241,7 @@ def is_final_in_hook(param: Tensor, free_grads: bool) -> bool:
     return is_early and torch.distributed.get_world_size() == 1
 
 
-def let_go(
-    worker: Worker,
-    end: Callable[[], None],
-    hooks: dict[Tensor, Remove],
-    waiting: list[Remove],
-) -> None:
+def let_go(pipeline: Ending, hooks: dict[Tensor, Remove], waiting: list[Remove]) -> None:
     """Have nothing call an optimizer that is closed or gone, and end what it has started.
 
     If the garbage collector calls this, hooks of modules stay, and tell nobody: torch goes through
@@ -238,8 +250,7 @@ def let_go(
     be among those, or be inside a hook that holds a lock which they want.
 
     Args:
-        worker: of the optimizer, which knows whether this is a fork: that has nothing to wait for.
-        end: waits for it and all others.
+        pipeline: of the optimizer. A fork has nothing to wait for.
         hooks: of parameters; autograd copies the list of these before it calls them.
         waiting: hooks of modules.
     """
@@ -250,7 +261,7 @@ def let_go(
         for remove in waiting:
             remove()
     waiting.clear()
-    if worker.is_foreign():
-        end()
+    if pipeline.worker.is_foreign():
+        pipeline.end()
     else:
-        end_outside(end)
+        end_outside(pipeline.end)

@@ -151,8 +151,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
         if not 0 <= gpu_fraction <= 1:
             raise ValueError(f"{name}: gpu_fraction is {gpu_fraction}, expected 0 to 1")
         check_threads(name, threads)
-        if model is not None:
-            check_model(name, model)
+        check_model(name, model)
         self.max_grad_norm = max_grad_norm
         self.grad_norm: Tensor | None = None
         planned = {
@@ -198,8 +197,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
         self._take_options()
         self._model = model
         self._waiting = [] if model is None else before_forward(model, self._pipeline.before_use)
-        ending = (self._pipeline.worker, self._pipeline.end, self._hooks, self._waiting)
-        self._end = weakref.finalize(self, let_go, *ending)
+        self._end = weakref.finalize(self, let_go, self._pipeline, self._hooks, self._waiting)
         self._watch()
         if disk is not None:
             try:
