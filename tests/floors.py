@@ -3,7 +3,7 @@
 Layers = tuple[tuple[str, ...], ...]
 PYTHON_LAYERS = (  # each may import itself and what stands before its row
     ("op_builder", "torch_internals", "dtypes", "threads"),
-    ("dtensors", "processors"),
+    ("collector", "dtensors", "processors"),
     ("ops",),
     ("optim", "io"),
     ("quantization",),

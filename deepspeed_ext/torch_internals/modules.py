@@ -52,6 +52,11 @@ def result_hooks_of(module: nn.Module) -> Iterable[Callable[..., Any]]:
     return (*module._forward_hooks.values(), *of_gradients)
 
 
+def pre_hooks_of(module: nn.Module) -> Iterable[dict[int, Callable[..., Any]]]:
+    """Return the hooks that come before a module's forward and state dict, to be changed."""
+    return module._forward_pre_hooks, module._state_dict_pre_hooks
+
+
 def global_forward_hooks() -> Iterable[Callable[..., Any]]:
     """Return the hooks of all forwards, of both kinds; likewise."""
     return (*_global_forward_hooks.values(), *_global_forward_pre_hooks.values())

@@ -13,6 +13,7 @@ from offload_cases import FORMATS, Gate, Pair, Summed, await_speculation, warm
 from optim_cases import BF16, assert_same_bits, make_params, on_each_device, snapshot
 from torch.nn import Parameter
 
+from deepspeed_ext.collector import await_collected
 from deepspeed_ext.io.engine import pinned
 from deepspeed_ext.offload import OffloadOptimizer
 
@@ -101,9 +102,11 @@ def test_everything_goes_by_garbage_collection(device, watched, threads, memory)
     assert threads() and memory() > 0
     del optimizer
     gc.collect()
+    await_collected()
     assert not threads() and memory() == 0
     model(torch.ones(1, 4, device=device)).sum().backward()
     assert not model.weight._post_accumulate_grad_hooks
+    OffloadOptimizer(model.parameters(), model=model).close()
     assert not model._forward_pre_hooks
 
 
