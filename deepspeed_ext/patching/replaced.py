@@ -107,10 +107,10 @@ def take_out(module: nn.Module) -> None:
         return
     delattr(module, _NAME)
     replaced.is_out = True
-    if vars(module).get("forward") is replaced:
-        del module.forward
     if vars(module).get(REPLICATE) == replaced.replicate:
         delattr(module, REPLICATE)
+    if vars(module).get("forward") is replaced:
+        del module.forward
 
 
 def are_ours(*tensors: Tensor | None) -> bool:
