@@ -320,7 +320,7 @@ ROOMS = {  # inside of a package, likewise; its __init__ may import all
         ("activations", "environment"),
         ("__main__",),
     ),
-    "compat/zero": (("parameter_offload", "parameters"), ("gathered",), ("init",)),
+    "compat/zero": (("parameter_offload", "parameters"), ("gathered",), ("under_way",), ("init",)),
     "examples": (
         ("expert_load", "gpt", "optimizers", "text"),
         ("run_folder",),

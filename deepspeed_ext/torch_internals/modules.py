@@ -18,6 +18,8 @@ modules_of: Callable[[nn.Module], dict[str, nn.Module | None]] = attrgetter("_mo
 non_persistent_of: Callable[[nn.Module], set[str]] = attrgetter("_non_persistent_buffers_set")
 # What `Module.to` and its kin call of each module in a model.
 APPLY = nn.Module._apply.__name__
+# What nn.DataParallel calls of each module in a model.
+REPLICATE = nn.Module._replicate_for_data_parallel.__name__
 # Where recurrent modules have their weights once more, in the order of what they call.
 FLAT_WEIGHTS = "_flat_weights"
 flat_names_of: Callable[[nn.RNNBase], list[str]] = attrgetter("_flat_weights_names")
