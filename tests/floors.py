@@ -15,7 +15,7 @@ PYTHON_LAYERS = (  # each may import itself and what stands before its row
 )
 ROOMS = {  # inside of a package, likewise; its __init__ may import all
     "io": (
-        ("_native", "extents", "file", "tensors"),
+        ("_native", "extents", "file", "owner", "tensors"),
         (
             "file_map",
             "regular_file",
@@ -132,7 +132,7 @@ ROOMS = {  # inside of a package, likewise; its __init__ may import all
         ("__main__",),
     ),
     "zero/streaming": (
-        ("order", "pieces", "rest"),
+        ("hooks", "order", "pieces", "rest"),
         ("arguments", "moves", "scratch"),
         ("staging",),
         ("fetched",),
