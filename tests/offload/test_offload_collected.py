@@ -36,6 +36,7 @@ def in_a_cycle(model):
     return [optimizer]
 
 
+@pytest.mark.usefixtures("garbage_stays")
 def test_collected_while_torch_goes_through_hooks_of_state_dicts():
     model, calls = net(), []
     old = in_a_cycle(model)
@@ -54,6 +55,7 @@ def test_collected_while_torch_goes_through_hooks_of_state_dicts():
         model(torch.ones(1, 4)).sum().backward()
 
 
+@pytest.mark.usefixtures("garbage_stays")
 def test_hooks_of_those_that_were_collected_go_with_the_next():
     model = net()
     hooks = hooks_in(model)
@@ -64,21 +66,19 @@ def test_hooks_of_those_that_were_collected_go_with_the_next():
     assert hooks_in(model) == hooks
 
 
+@pytest.mark.usefixtures("garbage_stays")
 def test_hooks_of_one_that_is_dropped_go_with_it():
     """What compiles or scripts a model looks at its hooks, and does not know these."""
     model = net()
     hooks = hooks_in(model)
-    gc.disable()
-    try:
-        optimizer = used(model)
-        assert hooks_in(model) != hooks
-        del optimizer
-        assert hooks_in(model) == hooks
-    finally:
-        gc.enable()
+    optimizer = used(model)
+    assert hooks_in(model) != hooks
+    del optimizer
+    assert hooks_in(model) == hooks
     torch.jit.script(model)
 
 
+@pytest.mark.usefixtures("garbage_stays")
 def test_a_step_of_one_that_is_collected_is_taken():
     model, same = net(), net()
     same.load_state_dict(model.state_dict())
@@ -90,6 +90,7 @@ def test_a_step_of_one_that_is_collected_is_taken():
     await_collected()
 
 
+@pytest.mark.usefixtures("garbage_stays")
 def test_ends_are_left_to_a_thread_by_the_collector_alone():
     class Noting:
         def __init__(self):

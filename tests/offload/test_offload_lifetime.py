@@ -72,26 +72,23 @@ def test_a_thread_is_started_by_the_first_step_and_there_is_one(device, threads)
 
 
 @on_each_device
+@pytest.mark.usefixtures("garbage_stays")
 def test_everything_goes_with_the_last_reference(device, threads, memory):
     """Not at the next garbage collection, which knows nothing about the size of tensors."""
-    gc.collect()
-    gc.disable()
-    try:
-        optimizer, params = used(device)
-        assert threads() and memory() > 0
-        pipeline = weakref.ref(optimizer._pipeline)
-        torch.autograd.backward(params, [torch.ones_like(p) for p in params])
-        del optimizer
-        assert not threads()
-        assert pipeline() is None
-        assert memory() == 0
-        torch.autograd.backward(params, [torch.ones_like(p) for p in params])  # hooks are harmless
-    finally:
-        gc.enable()
+    optimizer, params = used(device)
+    assert threads() and memory() > 0
+    pipeline = weakref.ref(optimizer._pipeline)
+    torch.autograd.backward(params, [torch.ones_like(p) for p in params])
+    del optimizer
+    assert not threads()
+    assert pipeline() is None
+    assert memory() == 0
+    torch.autograd.backward(params, [torch.ones_like(p) for p in params])  # hooks are harmless
 
 
 @on_each_device
 @pytest.mark.parametrize("watched", [False, True])
+@pytest.mark.usefixtures("garbage_stays")
 def test_everything_goes_by_garbage_collection(device, watched, threads, memory):
     model = torch.nn.Linear(4, 4).to(device)
     optimizer = OffloadOptimizer(model.parameters(), **({"model": model} if watched else {}))

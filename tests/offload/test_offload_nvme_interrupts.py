@@ -326,6 +326,7 @@ def test_a_program_ends_while_pieces_are_read_and_written(how, tmp_path):
         assert run.stderr == ""
 
 
+@pytest.mark.usefixtures("garbage_stays")
 def test_an_optimizer_is_collected_during_backward(tmp_path):
     """With all that it has under way; hooks that were called are over, others do not come."""
     pair = warm(tmp_path)

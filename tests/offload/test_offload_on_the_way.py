@@ -176,6 +176,7 @@ def test_an_error_is_raised_once_by_the_first_touch(monkeypatch):
 
 
 @pytest.mark.parametrize("way", ["close", "gone", "collected"])
+@pytest.mark.usefixtures("garbage_stays")
 def test_classes_are_given_back_by_an_optimizer_that_ends(way, monkeypatch):
     under_way = UnderWay(monkeypatch)
     net, twin, pair = under_way.net, under_way.twin, under_way.pair
