@@ -13,6 +13,8 @@ from concurrent.futures import Future
 from contextlib import ExitStack
 from typing import TypeVar
 
+from deepspeed_ext.captures import beside_captures
+
 T = TypeVar("T")
 
 
@@ -42,7 +44,8 @@ class AwaitedThread(threading.Thread):
     def run(self) -> None:
         """Do it."""
         try:
-            super().run()
+            with beside_captures():
+                super().run()
         finally:
             self._is_over.set()
 

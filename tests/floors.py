@@ -2,6 +2,7 @@
 
 Layers = tuple[tuple[str, ...], ...]
 PYTHON_LAYERS = (  # each may import itself and what stands before its row
+    ("captures",),
     ("op_builder", "torch_internals", "dtypes", "threads"),
     ("collector", "dtensors", "processors"),
     ("ops",),

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from deepspeed_ext.captures import beside_captures
 from deepspeed_ext.io._native import native
 from deepspeed_ext.io.owner import Owner
 from deepspeed_ext.op_builder.log import logger
@@ -318,7 +319,8 @@ def _register_with_cuda(pages: Any, nbytes: int) -> str | None:
         try:
             torch.cuda.set_device(device)
             cudart = torch.cuda.cudart()
-            code = cudart.cudaHostRegister(pages.address, nbytes, _PORTABLE)
+            with beside_captures():
+                code = cudart.cudaHostRegister(pages.address, nbytes, _PORTABLE)
             if int(code):
                 refusal.append(str(cudart.cudaGetErrorString(code)))
             else:
@@ -348,7 +350,8 @@ def _device_in_use() -> int:
 def _unregister(address: int, device: int, process: int) -> None:
     """Undo the registration; not in a forked child, where CUDA and these pages are the parent's."""
     if process == os.getpid() and not sys.is_finalizing():
-        with torch.cuda.device(device):  # a fresh thread would otherwise use, and so open, device 0
+        # A fresh thread would otherwise use, and so open, device 0.
+        with torch.cuda.device(device), beside_captures():
             torch.cuda.cudart().cudaHostUnregister(address)
 
 

@@ -6,6 +6,7 @@ import sys
 import torch
 from torch import Tensor
 
+from deepspeed_ext.captures import beside_captures
 from deepspeed_ext.io import PinnedPool
 
 Event = torch.cuda.Event
@@ -58,8 +59,13 @@ class CopyLane:
 
     def hold_back(self, stream: Stream | None, event: Event | None) -> None:
         """Let a stream wait for a copy; not in a forked child, which has neither."""
-        if stream is not None and event is not None and os.getpid() == self._process:
+        if stream is None or event is None or os.getpid() != self._process:
+            return
+        if not torch.cuda.is_current_stream_capturing():
             stream.wait_event(event)
+            return
+        with beside_captures():  # of a graph, and the copy is no part of that
+            event.synchronize()
 
     def finish(self) -> None:
         """Wait until all copies are over."""
@@ -70,7 +76,8 @@ class CopyLane:
         if sys is None or sys.is_finalizing():  # a module that is gone is None
             return
         if "_most_in_use" in self.__dict__:
-            self.finish()  # before the pool lets go of what they read and write
+            with beside_captures():
+                self.finish()  # before the pool lets go of what they read and write
 
 
 class CopyOut:

@@ -6,6 +6,7 @@ import sys
 import torch
 from torch import Tensor
 
+from deepspeed_ext.captures import beside_captures
 from deepspeed_ext.offload.arriving import is_on_its_way
 from deepspeed_ext.offload.copies import Copy, CopyStreams, Event
 from deepspeed_ext.zero.streaming.pieces import Piece
@@ -101,7 +102,8 @@ class Fetched:
 
     def __del__(self) -> None:
         if "_staged" in self.__dict__:
-            self.finish()  # or its memory would be used again while something is copied to it
+            with beside_captures():
+                self.finish()  # or its memory would be used again while something is copied to it
 
 
 def _current_stream(device: torch.device) -> "torch.cuda.Stream | None":
