@@ -222,7 +222,8 @@ class FactorPlaces {
 };
 
 // Sums of a tile beside kColumnTiles times 8 rows of x, in the order that multiply_matrices has.
-template <class T, int kBits, int kColumnTiles, bool kAsymmetric>
+// kLean: with few registers, and so with little of x ahead of the products.
+template <class T, int kBits, int kColumnTiles, bool kAsymmetric, bool kLean = false>
 class CodeProducts {
  public:
   static constexpr int kSums = kColumnTiles * 4;
@@ -231,13 +232,17 @@ class CodeProducts {
 
   __device__ CodeProducts(const CodesCall& call, const Geometry& geometry, const WeightRows& rows,
                           int first_row)
+      : CodeProducts(call, geometry, rows, first_row,
+                     rows.line(geometry, first_row + int(threadIdx.x) % kTileRows)) {}
+
+  // Where the row of the weight that this lane loads is that line of those near.
+  __device__ CodeProducts(const CodesCall& call, const Geometry& geometry, const WeightRows& rows,
+                          int first_row, int line)
       : scales_(call.scales, geometry, rows, first_row),
         factors_(geometry),
-        weight_step_(unsigned(rows.columns * kLineBytes)) {
-    const int lane = threadIdx.x % kWarp;
-    const int line = rows.line(geometry, first_row + lane % kTileRows);
-    weight_place_ = unsigned(place_in_tma_tile(line, lane / kTileRows));
-    lines_ = int(ceil_div(call.weight.row_bytes, int64_t(kLineBytes)));
+        weight_step_(unsigned(rows.columns * kLineBytes)),
+        weight_place_(unsigned(place_in_tma_tile(line, int(threadIdx.x) % kWarp / kTileRows))),
+        lines_(int(ceil_div(call.weight.row_bytes, int64_t(kLineBytes)))) {
     clear();
   }
 
@@ -250,17 +255,23 @@ class CodeProducts {
     for (int i = 0; i < kSums; ++i) sums[i] = totals_[i] * kCodeOfFraction<kBits, T>;
   }
 
-  // Adds the products of line l of a stage, which is that number of the weight. There is code for
-  // each number of units that share a scale, so that nothing in it depends on a condition.
+  // Adds the products of line l of a stage, which is that number of the weight.
   __device__ void add(const char* stage, int l, int number) {
-    if (number >= lines_) return;  // of the last split-K parts: zeros
     const unsigned near = shared_address(stage);
+    add(near + unsigned(l) * weight_step_, near, l, number);
+  }
+
+  // The same of codes that lie elsewhere than x and scales. There is code for each number of units
+  // that share a scale, so that nothing in it depends on a condition.
+  __device__ void add(unsigned weight, unsigned near, int l, int number) {
+    if (number >= lines_) return;  // of the last split-K parts: zeros
+    const unsigned x = near + unsigned(l * kXLines) * factors_.step();
     const unsigned of_line = scales_.of_line(near, l, number);
     switch (scales_.units()) {
-      case 1: return add<1, true>(near, l, of_line);
-      case 2: return add<2, true>(near, l, of_line);
-      case 4: return add<4, true>(near, l, of_line);
-      default: return add<kMostUnits, false>(near, l, of_line);
+      case 1: return add_line<1, true>(weight, x, of_line);
+      case 2: return add_line<2, true>(weight, x, of_line);
+      case 4: return add_line<4, true>(weight, x, of_line);
+      default: return add_line<kMostUnits, false>(weight, x, of_line);
     }
   }
 
@@ -271,6 +282,8 @@ class CodeProducts {
   static constexpr int kMostUnits = kBits == 4 ? 4 : 8;
   // Blocks whose x is asked for before the first product waits for any.
   static constexpr int kAhead = 8 / kColumnTiles * kBlocks;
+  // Up to so many column tiles two parts are worked on at a time.
+  static constexpr int kMostOfTwo = kLean ? 2 : 1;
 
   // What is added up before it becomes part of the totals, beside both rows' scales and offsets.
   struct Group {
@@ -281,10 +294,8 @@ class CodeProducts {
   // Instructions are read from memory, too, so there are not too many of them. Of long parts two
   // are worked on at a time, as a product takes long after the one that it is added to.
   template <int kPartUnits, bool kOwnScale>
-  __device__ void add(unsigned near, int l, unsigned of_part) {
-    constexpr int kParts = kColumnTiles == 1 && 2 * kPartUnits == kUnitsOfLine ? 2 : 1;
-    const unsigned weight = near + unsigned(l) * weight_step_;
-    const unsigned x = near + unsigned(l * kXLines) * factors_.step();
+  __device__ void add_line(unsigned weight, unsigned x, unsigned of_part) {
+    constexpr int kParts = kColumnTiles <= kMostOfTwo && 2 * kPartUnits == kUnitsOfLine ? 2 : 1;
 #pragma unroll(kPartUnits < 4 ? 1 : 2)
     for (int first = 0; first < kUnitsOfLine; first += kParts * kPartUnits) {
       Group groups[kParts];
@@ -311,17 +322,26 @@ class CodeProducts {
                              weight + (weight_place_ ^ unsigned(unit * kUnitBytes)));
       }
     }
-    constexpr int kCount = kPartUnits * kBlocks, kMost = kAhead / kParts;
+    constexpr int kCount = kPartUnits * kBlocks, kMost = kLean ? 2 : kAhead / kParts;
     constexpr int kStep = kMost < kCount ? kMost : kCount;
-#pragma unroll
-    for (int from = 0; from < kCount; from += kStep) {
-      uint32_t factors[kParts][(kStep + 1) / 2 * 2][kColumnTiles][2];
+    constexpr int kTurns = kLean && kStep < kCount ? 2 : 1;  // the next ones come meanwhile
+    uint32_t turns[kTurns][kParts][(kStep + 1) / 2 * 2][kColumnTiles][2];
+    const auto load = [&](int from) {
 #pragma unroll
       for (int part = 0; part < kParts; ++part) {
         const int begin = (first + part * kPartUnits) * kBlocks + from;
 #pragma unroll
-        for (int i = 0; i < kStep; ++i) factors_.load(factors[part], x, begin + i, i);
+        for (int i = 0; i < kStep; ++i) {
+          factors_.load(turns[from / kStep % kTurns][part], x, begin + i, i);
+        }
       }
+    };
+    if (kTurns > 1) load(0);
+#pragma unroll
+    for (int from = 0; from < kCount; from += kStep) {
+      const int next = kTurns > 1 ? from + kStep : from;
+      if (next < kCount) load(next);
+      const auto& factors = turns[from / kStep % kTurns];
 #pragma unroll
       for (int i = 0; i < kStep; ++i) {
         const int unit = (from + i) / kBlocks, block = (from + i) % kBlocks;
@@ -374,8 +394,8 @@ class CodeProducts {
   const ScalePlaces scales_;
   const FactorPlaces<kColumnTiles> factors_;
   const unsigned weight_step_;  // from line to line
-  unsigned weight_place_;
-  int lines_;  // of the weight
+  const unsigned weight_place_;
+  const int lines_;  // of the weight
   float totals_[kSums];
 };
 

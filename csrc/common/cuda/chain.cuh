@@ -58,12 +58,25 @@ __device__ inline void cluster_barrier(int blocks) {
   __syncthreads();
 }
 
-// The same, only that nobody may read what others wrote; what was read may be overwritten after it.
+// A barrier of all threads of a cluster in two halves: what a thread does after the second, it does
+// after all have begun the first. Nobody may read what others wrote.
+__device__ inline void come_to_cluster() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("barrier.cluster.arrive.relaxed;" ::: "memory");
+#endif
+}
+__device__ inline void wait_for_cluster() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("barrier.cluster.wait;" ::: "memory");
+#endif
+}
+
+// Both at once; what was read may be overwritten after it.
 __device__ inline void cluster_barrier_after_reading(int blocks) {
 #if __CUDA_ARCH__ >= 900
   if (blocks > 1) {
-    asm volatile("barrier.cluster.arrive.relaxed;" ::: "memory");
-    asm volatile("barrier.cluster.wait;" ::: "memory");
+    come_to_cluster();
+    wait_for_cluster();
     return;
   }
 #else
