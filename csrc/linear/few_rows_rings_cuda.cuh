@@ -10,10 +10,12 @@
 namespace dsx::cuda {
 
 constexpr int kRingCluster = 2, kBlockParts = kSplitKParts / kRingCluster;
-constexpr int kMostRingWarps = 16, kMostRingStages = 4, kRingStages = 32;  // of a block, about
-constexpr int kMostRingTiles = 16;                                         // of a cluster
-constexpr int kMostRingRows = 16;                                          // of x
+constexpr int kMostRingWarps = 16;
+constexpr int kMostRingRows = 16;  // of x
 constexpr int kRingStageBytes = kTileRows * kLineBytes;
+// Of all rings of a block, about: 64 KiB on their way keep memory busy, and leave room for another
+// block. A ring has no more than kMostRingStages.
+constexpr int kRingStages = 32, kMostRingStages = 8;
 constexpr int kMostBox = 256;  // rows, or lines, that the copy engine brings at once
 
 // Beside Geometry, of which stages and steps mean nothing here: its places count from the end of
@@ -27,8 +29,8 @@ struct Rings {
   DSX_HOST_DEVICE int bytes() const { return warps * stages * kRingStageBytes; }
 };
 
-// The lines of the weight that a warp multiplies, in their order, as its first lane asks for them
-// and copies them.
+// The lines of the weight that a warp multiplies, in their order, as one of its threads asks for
+// them and copies them.
 template <class Kind>
 class RingCopies {
  public:
@@ -95,8 +97,8 @@ __device__ void copy_what_stays(const typename Kind::Call& call, const Geometry&
   const int lane = int(threadIdx.x) % kWarp, lines = kBlockParts * geometry.k_part_lines;
   if (lane == 0) {
     const int scales = rings.scale_rows * rows.columns * int(sizeof(float));
-    arrive_expecting(here, geometry.x_rows * lines * Kind::kXLines * kLineBytes +
-                               geometry.scale_tiles * scales);
+    arrive_expecting(
+        here, geometry.x_rows * lines * Kind::kXLines * kLineBytes + geometry.scale_tiles * scales);
     fetch_tma_tiles(near + geometry.x_place, maps.x, 0, first_line * Kind::kXLines, here);
   }
   __syncwarp();  // bytes are announced before they arrive
@@ -107,7 +109,8 @@ __device__ void copy_what_stays(const typename Kind::Call& call, const Geometry&
              Kind::scales(call).group_of(first_line), here, read_once());
 }
 
-// With few registers two blocks fit beside each other, whatever their number of warps is.
+// Blocks that fit beside each other whatever their number of warps is: with so few registers as
+// the most common products can do with.
 template <class Kind, int kColumnTiles>
 constexpr int kRingBlocks = kColumnTiles == 1 && !Kind::kOffsets ? 2 : 1;
 
@@ -119,7 +122,7 @@ __global__ void __launch_bounds__(kMostRingWarps* kWarp, (kRingBlocks<Kind, kCol
                           const __grid_constant__ Maps<true> maps) {
   using Products = typename Kind::template Products<kColumnTiles>;
   extern __shared__ __align__(16) char shared[];
-  __shared__ Barrier barriers[kMostRingWarps * kMostRingStages], stays;
+  __shared__ Barrier barriers[kRingStages + kMostRingWarps / 2], stays;
   __shared__ float inverses[kMostRingRows];
   char* const pipeline = reinterpret_cast<char*>(
       ceil_div(reinterpret_cast<uintptr_t>(shared), uintptr_t(kTmaTileAlignment)) *
@@ -200,9 +203,10 @@ Rings divide_among_rings(Geometry& geometry, const typename Kind::Call& call,
                          const Device& device) {
   constexpr int kMostSlots = kMostRingWarps / kBlockParts;
   const int64_t tiles = ceil_div(call.weight_rows(), kTileRows);
-  geometry.cluster = kRingCluster, geometry.groups = kBlockParts;
-  geometry.tiles = tiles_of_cluster(tiles, call.gated ? 2 : 1, kMostRingTiles, kRingCluster,
-                                    device.processors);
+  geometry.cluster = kRingCluster, geometry.groups = kBlockParts;  // as Sums has them
+  // Scales of gates, and of what those gate, come in a box each.
+  const int parts = call.gated ? 2 : 1, most = parts * kMostBox / kTileRows;
+  geometry.tiles = tiles_of_cluster(tiles, parts, most, kRingCluster, device.processors);
   Rings rings = {};
   const int turns = ceil_div(geometry.tiles, kMostSlots);
   rings.slots = ceil_div(geometry.tiles, turns);
@@ -227,31 +231,35 @@ int64_t set_near(Geometry& geometry, Rings& rings, const typename Kind::Call& ca
   return rings.bytes() + before_sums + sums + kTmaTileAlignment;
 }
 
-// Does nothing and returns false if it cannot, or if there are too few rows of the weight for all
-// processors.
+// Does nothing and returns false if it cannot, as where half of x is too large to stay near, or if
+// there are too few rows of the weight for all processors.
 template <class Kind, int kColumnTiles>
 bool launch_in_rings(const typename Kind::Call& call, const Device& device, cudaStream_t stream,
                      const char* op) {
   static_assert(kColumnTiles * kColumnTile <= kMostRingRows);
   const auto kernel = &few_rows_rings_kernel<Kind, kColumnTiles>;
-  if (device.major < 9 || !can_chain(kernel, op)) return false;
+  if (!can_chain(kernel, op)) return false;
   if (ceil_div(call.weight_rows(), kTileRows) * kRingCluster < device.processors) return false;
-  // Places below fit 32 bits.
+  // Places that are worked out below fit 32 bits.
   if (Kind::weight(call).length > int64_t(kMostBox) * kLineBytes) return false;
   Geometry geometry = {};
   Rings rings = divide_among_rings<Kind, kColumnTiles>(geometry, call, device);
   const int64_t bytes = set_near<Kind>(geometry, rings, call);
-  // Barriers and inverses lie beside them.
-  if (bytes > device.shared_of_block - 1024) return false;
+  constexpr int kBeside = 1024;  // for barriers and inverses
+  if (bytes > device.shared_of_block - kBeside) return false;
   const int lines = kBlockParts * geometry.k_part_lines;
   Maps<true> maps = {};
-  const Boxes boxes{kTileRows,        1, geometry.x_rows, lines * Kind::kXLines,
-                    rings.scale_rows, geometry.columns * kRingCluster};
+  Boxes boxes = {kTileRows, 1, geometry.x_rows, lines * Kind::kXLines, rings.scale_rows, 0};
+  boxes.scale_columns = geometry.columns * kRingCluster;
   if (boxes.x_lines > kMostBox || boxes.scale_rows > kMostBox) return false;
   geometry.by_engine = make_maps<Kind>(maps, call, boxes);
   if (!geometry.by_engine) return false;
-  const int64_t blocks =
-      ceil_div(call.columns, int64_t(boxes.scale_columns)) * int64_t(kRingCluster);
+  const int64_t blocks = blocks_of(call.columns, boxes.scale_columns, kRingCluster);
+  // Where the next block can only begin when one has ended, memory would have nothing to do.
+  const bool few_registers = kRingBlocks<Kind, kColumnTiles> > 1 || rings.warps <= 8;
+  const bool overlap =
+      few_registers && 2 * (bytes + kBeside + device.shared_reserved) <= device.shared_of_processor;
+  if (blocks > device.processors && !overlap) return false;
   const Launch how{unsigned(blocks), rings.warps * kWarp, bytes, kRingCluster, true};
   launch_inverses(call, stream, op);
   launch_kernel(kernel, how, stream, op, call, geometry, rings, maps);
