@@ -121,7 +121,8 @@ ROOMS = {  # inside of a package, likewise; its __init__ may import all
     "zero": (
         (
             *("agreement", "all_processes", "blocks", "borrowing", "calls", "counters", "memory"),
-            *("kinds_of_parameters", "names", "saved_model", "torch_steps", "unreduced"),
+            *("kinds_of_parameters", "names", "saved_model", "step_hook"),
+            *("torch_steps", "unreduced"),
         ),
         ("rows", "scaling", "sharding", "shared_experts", "shown", "streaming", "units"),
         ("accumulate", "alone", "drawing", "gather", "stages", "whole_weights"),

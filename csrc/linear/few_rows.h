@@ -32,7 +32,7 @@ struct FewRows {
   // An RMS norm after the layer, as far as each kSquared columns can do it alone. Not if gated, and
   // with a multiple of kSquared columns.
   Rows norm_weight;     // one row, of `columns`; absent: no norm after
-  float weight_offset;  // added to it
+  float weight_offset;  // added to it; none: -0
   Rows scaled;          // out times both, written
   Rows out_squares;     // float32, [rows, columns / kSquared]: sums of squares of out, written
 

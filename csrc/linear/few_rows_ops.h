@@ -1,13 +1,12 @@
 // The torch side of skinny GEMMs: checks, then tensors into the struct.
 #pragma once
 
-#include <cmath>
-
 #include "linear/few_rows.h"
 #include "common/torch/activation.h"
 #include "common/torch/arguments.h"
 #include "common/torch/new_tensor.h"
 #include "common/torch/rows.h"
+#include "common/torch/weight_offset.h"
 
 namespace dsx {
 
@@ -120,9 +119,7 @@ class FewRowsReader {
     check(!call.gated, op_, ": gated is True, expected False beside a norm after it");
     check(call.columns % kSquared == 0, op_, ": ", weight, " has ", call.columns,
           " rows, expected a multiple of ", kSquared, " beside a norm after it");
-    check(std::isfinite(norms_.weight_offset), op_, ": weight_offset is ", norms_.weight_offset,
-          ", expected a finite number");
-    call.weight_offset = float(norms_.weight_offset);
+    call.weight_offset = finite_weight_offset(op_, norms_.weight_offset);
     call.norm_weight =
         reader_.read_vector({"norm_weight"}, norms_.norm_weight, call.columns, view_);
     check_dtype({"norm_weight"}, call.norm_weight);

@@ -7,6 +7,7 @@
 #include <cuda_fp16.h>
 
 #include <algorithm>
+#include <type_traits>
 
 #include "linear/few_rows_cuda.cuh"
 #include "common/cuda/mma.cuh"
@@ -22,36 +23,23 @@ __device__ inline uint32_t masked(uint32_t word) {
   return result;
 }
 
-template <class T>
-__device__ inline uint32_t difference(uint32_t a, uint32_t b) {
+// What body makes of words that are pairs of T.
+template <class T, class Body, class... Words>
+__device__ inline uint32_t of_pairs(const Body& body, const Words&... words) {
+  constexpr bool kBrain = T::kQuietNan == BFloat16::kQuietNan;
+  using Pair = std::conditional_t<kBrain, __nv_bfloat162, __half2>;
+  const Pair value = body(reinterpret_cast<const Pair&>(words)...);
   uint32_t result;
-  if constexpr (T::kQuietNan == BFloat16::kQuietNan) {
-    const __nv_bfloat162 value = __hsub2(reinterpret_cast<const __nv_bfloat162&>(a),
-                                         reinterpret_cast<const __nv_bfloat162&>(b));
-    memcpy(&result, &value, sizeof(result));
-  } else {
-    const __half2 value =
-        __hsub2(reinterpret_cast<const __half2&>(a), reinterpret_cast<const __half2&>(b));
-    memcpy(&result, &value, sizeof(result));
-  }
+  memcpy(&result, &value, sizeof(result));
   return result;
 }
-
+template <class T>
+__device__ inline uint32_t difference(uint32_t a, uint32_t b) {
+  return of_pairs<T>([](auto x, auto y) { return __hsub2(x, y); }, a, b);
+}
 template <class T>
 __device__ inline uint32_t product_and(uint32_t a, uint32_t factor, uint32_t other) {
-  uint32_t result;
-  if constexpr (T::kQuietNan == BFloat16::kQuietNan) {
-    const __nv_bfloat162 value = __hfma2(reinterpret_cast<const __nv_bfloat162&>(a),
-                                         reinterpret_cast<const __nv_bfloat162&>(factor),
-                                         reinterpret_cast<const __nv_bfloat162&>(other));
-    memcpy(&result, &value, sizeof(result));
-  } else {
-    const __half2 value =
-        __hfma2(reinterpret_cast<const __half2&>(a), reinterpret_cast<const __half2&>(factor),
-                reinterpret_cast<const __half2&>(other));
-    memcpy(&result, &value, sizeof(result));
-  }
-  return result;
+  return of_pairs<T>([](auto x, auto y, auto z) { return __hfma2(x, y, z); }, a, factor, other);
 }
 
 // Pair number n of a word of packed codes, as packed_weight.h draws them. The exponent of 128, or
@@ -86,8 +74,8 @@ __device__ inline uint32_t fractions_of(uint32_t word, int n) {
       if (n % 2 == 0) {  // 128 + code, by 1 / 4, less 34
         return product_and<T>(masked<0x000f000f, 0x43004300>(word), 0x3e803e80, 0xc208c208);
       }
-      return product_and<T>(word & 0x00f000f0, 0x7f007f00,
-                            0xc000c000);  // code / 2^129, by 2^127, less 2
+      // code / 2^129, by 2^127, less 2
+      return product_and<T>(word & 0x00f000f0, 0x7f007f00, 0xc000c000);
     } else {
       if (n % 2 == 0) return pair_of<kBits, T>(word, 0);
       // 1024 + 16 code, by 1 / 16, less 72

@@ -1,6 +1,5 @@
 // The torch side of moe_route, for the device that this is compiled for. The schemas are in
 // deepspeed_ext/ops/moe/route.py.
-#include <cmath>
 #include <optional>
 
 #include "common/torch/arguments.h"
@@ -49,8 +48,7 @@ RouteOptions options_of(const char* op, const TensorView& logits, int64_t k, int
   check(k >= 1 && k <= shape.length, op, ": k is ", k, ", expected 1 to ", shape.length,
         ", the number of experts");
   check(score >= 0 && score <= 2, op, ": score is ", score, ", expected 0, 1 or 2");
-  check(std::isfinite(float(scale)), op, ": scale is ", scale, ", expected a finite number");
-  return {shape.rows, shape.length, k, Score(score), normalize, float(scale)};
+  return {shape.rows, shape.length, k, Score(score), normalize, finite_float(op, "scale", scale)};
 }
 
 void check_groups(const char* op, const RouteOptions& options, int64_t groups,

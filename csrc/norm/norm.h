@@ -36,7 +36,7 @@ struct Norm {
   Rows bias;    // one row; absent: zeros
   Rows out;     // written; the dtype of x
   float eps;
-  float weight_offset;  // added to a weight that is there
+  float weight_offset;  // added to a weight that is there; none: -0
 };
 
 struct NormBackward {

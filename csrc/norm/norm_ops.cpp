@@ -1,7 +1,6 @@
 // The torch side of the norm that DSX_NORM names, for the device that this is compiled for. The
 // schemas are in deepspeed_ext/ops/norm/norms.py.
 #include <algorithm>
-#include <cmath>
 #include <memory>
 #include <string>
 
@@ -9,6 +8,7 @@
 #include "common/torch/arguments.h"
 #include "common/torch/device.h"
 #include "common/torch/rows.h"
+#include "common/torch/weight_offset.h"
 #include "norm/norm.h"
 
 namespace dsx {
@@ -33,10 +33,8 @@ struct NormReader {
     call.x = reader.read({"x"}, view);
     call.weight = vector({"weight"}, weight);
     check(eps >= 0, op, ": eps is ", eps, ", expected a number that is 0 or more");
-    check(std::isfinite(weight_offset), op, ": weight_offset is ", weight_offset,
-          ", expected a finite number");
     call.eps = float(eps);
-    call.weight_offset = float(weight_offset);
+    call.weight_offset = finite_weight_offset(op, weight_offset);
   }
 
   Rows like_x(const Item& item, const OptionalTensor& tensor) {

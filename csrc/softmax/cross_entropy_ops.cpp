@@ -1,7 +1,6 @@
 // The torch side of cross_entropy, for the device that this is compiled for. The schemas are in
 // deepspeed_ext/ops/softmax_and_loss/cross_entropy.py.
 #include <algorithm>
-#include <cmath>
 
 #include "common/torch/arguments.h"
 #include "common/torch/device.h"
@@ -36,10 +35,9 @@ struct CrossEntropyReader {
     call.ignored = ignored;
     check(label_smoothing >= 0 && label_smoothing <= 1, op, ": label_smoothing is ",
           label_smoothing, ", expected a number from 0 to 1");
-    check(z_loss >= 0 && std::isfinite(float(z_loss)), op, ": z_loss is ", z_loss,
-          ", expected a finite number that is 0 or more");
+    check(z_loss >= 0, op, ": z_loss is ", z_loss, ", expected 0 or more");
     call.label_smoothing = float(label_smoothing);
-    call.z_loss = float(z_loss);
+    call.z_loss = finite_float(op, "z_loss", z_loss);
   }
 
   void read_targets(const Tensor& target) {

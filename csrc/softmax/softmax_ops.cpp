@@ -1,7 +1,6 @@
 // The torch side of softmax, for the device that this is compiled for. The schemas are in
 // deepspeed_ext/ops/softmax_and_loss/softmax.py.
 #include <algorithm>
-#include <cmath>
 
 #include "common/torch/arguments.h"
 #include "common/torch/device.h"
@@ -107,12 +106,12 @@ constexpr int64_t kFurthest = int64_t(1) << 53;  // so that nothing overflows
 // the last key.
 Scores read_scores(const char* op, const TensorView& x, double scale, double soft_cap,
                    int64_t before, int64_t after, std::optional<int64_t> offset) {
-  check(std::isfinite(float(scale)), op, ": scale is ", scale, ", expected a finite number");
+  const float finite_scale = finite_float(op, "scale", scale);
   check_soft_cap(op, soft_cap);
   check(before >= -1 && after >= -1, op, ": window is (", before, ", ", after,
         "), expected counts of keys, or -1 for all");
   Scores scores;
-  scores.scale = float(scale);
+  scores.scale = finite_scale;
   scores.soft_cap = float(soft_cap);
   scores.before = before < kFurthest ? before : -1;
   scores.after = after < kFurthest ? after : -1;

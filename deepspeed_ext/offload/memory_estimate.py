@@ -54,8 +54,8 @@ class Estimate:
         elements: of all parameters in this process.
         gpu: bytes where the parameters are, by kind: "weights", "gradients", and the state of those
             that are stepped there by its key.
-        disk: bytes on disk, by state key; where it is durable also of weights, the description of
-            a commit, and as much again for the next one.
+        disk: bytes on disk, by state key, without what `zero.stream` has there; where it is
+            durable also of weights, the description of a commit, and as much again for the next.
         host: bytes of host memory by kind: "weights at rest", of parameters that are there, and
             copies of other weights; gradients, of the former, and on their way, at the most; with
             free_grads also "sums of gradients", state by its key, and "steps ahead": the

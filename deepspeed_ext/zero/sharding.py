@@ -10,7 +10,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from deepspeed_ext.torch_internals.compiler import untraced
 from deepspeed_ext.torch_internals.dispatch import (
@@ -50,6 +49,7 @@ from deepspeed_ext.zero.kinds_of_parameters import (
     is_whole,
     save_pretrained,
 )
+from deepspeed_ext.zero.step_hook import call_before_steps
 from deepspeed_ext.zero.unreduced import Marks
 
 _log = logging.getLogger("deepspeed_ext")
@@ -112,8 +112,7 @@ class Sharding:
         if hasattr(model, "save_pretrained"):  # of transformers, diffusers, peft
             object.__setattr__(model, "save_pretrained", partial(save_pretrained, self._model))
         # Torch knows no other way to hear of the steps of an optimizer that is made later.
-        hook = register_optimizer_step_pre_hook(partial(_before_step, me))
-        weakref.finalize(model, hook.remove).atexit = False
+        call_before_steps(self.before_step)
 
     @property
     def model(self) -> nn.Module:
@@ -296,13 +295,16 @@ class Sharding:
             RuntimeError: the optimizer has parameters of this model, and it is inside of a loop or
                 left to be reduced.
         """
+        model = self._model()  # held here, as others may let go of it now
+        if model is None:
+            return
         self._end_left_loop()
         loop = self._loop
         if loop is None or loop.is_done:
             params = (param for group in optimizer.param_groups for param in group["params"])
-            if any(param.grad is not None for param in params) or not has_unreduced(self.model):
+            if any(param.grad is not None for param in params) or not has_unreduced(model):
                 return
-        shards = set(map(id, shards_of(self.model)))
+        shards = set(map(id, shards_of(model)))
         if not any(id(p) in shards for group in optimizer.param_groups for p in group["params"]):
             return
         name = type(optimizer).__name__
@@ -489,12 +491,3 @@ def _call(sharding: "weakref.ref[Sharding]", name: str, *arguments: Any) -> None
     found = sharding()
     if found is not None:
         getattr(found, name)(*arguments)
-
-
-@untraced
-def _before_step(
-    sharding: "weakref.ref[Sharding]", optimizer: torch.optim.Optimizer, *_: object
-) -> None:
-    found = sharding()
-    if found is not None and found._model() is not None:
-        found.before_step(optimizer)

@@ -269,6 +269,7 @@ WRONG = [
     ({"memory_budget": "2 apples"}, "memory_budget is '2 apples', expected bytes, as"),
     ({"memory_budget": float("nan")}, "memory_budget is nan, expected bytes, as"),
     ({"memory_budget": "1e400GiB"}, "memory_budget is '1e400GiB', expected bytes, as"),
+    ({"memory_budget": -1}, "memory_budget is -1, expected bytes, as"),
     ({"memory_budget": 10**30}, "memory_budget is 10+, expected bytes, as"),
     ({"memory_budget": True}, "memory_budget is True, expected bytes, as"),
     ({"memory_budget": [1]}, r"memory_budget is \[1\], expected bytes, as"),

@@ -27,8 +27,9 @@ def losses(folder):
 
 def starts(row, folder):
     """Three steps of six, then it is as if it had been killed."""
+    name, *experts = row.split()
     options = parse(
-        [*SIZE, *row.split(), "--zero-stage", "3", "--offload", "cpu", "--out", str(folder / "run")]
+        [*SIZE, *experts, "--zero-stage", "3", "--offload", "cpu", "--out", str(folder / name)]
     )
     settings = settings_of(options, None)
     run = Run(ShardedFolder(options.out), ShardedTrainer(settings, standard_library(16)))
@@ -39,10 +40,9 @@ def starts(row, folder):
 
 
 def goes_on(row, folder):
-    arguments = ["--zero-stage", row, "--resume", "--out", str(folder / "run")]
-    assert main(arguments) == 0
+    assert main(["--zero-stage", "1", "--resume", "--out", str(folder / row)]) == 0
     dist.barrier()
-    client = zero.inspect(folder / "run" / "checkpoint")
+    client = zero.inspect(folder / row / "checkpoint")
     assert [entry["step"] for entry in client["history"]] == [1, 2, 3, 4, 5, 6]
 
 
@@ -59,8 +59,8 @@ def refuses(row, folder):
 
 @pytest.mark.long
 def test_a_run_goes_on_with_another_number_of_processes(groups, tmp_path):
-    groups.run(Case(2, "starts", ""), "cpu")
-    groups.run(Case(1, "goes_on", "1"), "cpu")
+    groups.run(Case(2, "starts", "run"), "cpu")
+    groups.run(Case(1, "goes_on", "run"), "cpu")
     groups.run(Case(2, "refuses", ""), "cpu")
     assert main([*SIZE, "--offload", "cpu", "--out", str(tmp_path)]) == 0
     assert losses(groups.folder("cpu") / "run") == pytest.approx(losses(tmp_path), rel=1e-5)
@@ -70,13 +70,14 @@ def test_a_run_goes_on_with_another_number_of_processes(groups, tmp_path):
 def test_a_run_with_experts_goes_on_with_another_number_of_processes(groups, tmp_path):
     """Losses differ by a little more: each process balances the load of its own examples."""
     experts = "--experts 4 --top-k 2"
-    groups.run(Case(2, "starts", experts), "cpu")
-    groups.run(Case(1, "goes_on", "1"), "cpu")
+    groups.run(Case(2, "starts", f"run_of_experts {experts}"), "cpu")
+    groups.run(Case(1, "goes_on", "run_of_experts"), "cpu")
     assert main([*SIZE, *experts.split(), "--offload", "cpu", "--out", str(tmp_path)]) == 0
-    assert losses(groups.folder("cpu") / "run") == pytest.approx(losses(tmp_path), rel=1e-3)
+    run = groups.folder("cpu") / "run_of_experts"
+    assert losses(run) == pytest.approx(losses(tmp_path), rel=1e-3)
     one, other = (
         json.loads((folder / "metrics.jsonl").read_text().splitlines()[0])["expert_load"]
-        for folder in (groups.folder("cpu") / "run", tmp_path)
+        for folder in (run, tmp_path)
     )
     assert one == other  # of the first step: counts of all processes
 

@@ -12,6 +12,7 @@ from processes import Case
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.checkpoint import checkpoint
 from zero_cases import Block, Net, assert_close, home, loss_of, whole
 
@@ -336,6 +337,36 @@ def dropped_models(row, folder):
     assert not any(model() for model in models)
 
 
+def models_that_go_in_a_step(row, folder):
+    """While torch goes through the hooks of all optimizers: the step is taken nonetheless."""
+    models = [zero.shard(Net(blocks=2), 2) for _ in range(3)]
+    kept = models[1]
+    optimizer = torch.optim.SGD(kept.parameters(), lr=0.5)
+    loss_of(kept, 0).backward()
+    before = whole(kept.blocks[0].up.weight).clone()
+    gone = [weakref.ref(model) for model in models if model is not kept]
+
+    def collect(*_):
+        models.clear()
+        gc.collect()
+
+    hooks = [
+        register_optimizer_step_pre_hook(collect),
+        register_optimizer_step_pre_hook(lambda *_: None),  # torch goes on to this one
+    ]
+    optimizer.step()
+    for hook in hooks:
+        hook.remove()
+    assert not any(model() for model in gone)
+    assert not torch.equal(whole(kept.blocks[0].up.weight), before)
+    optimizer.zero_grad()
+    for micro_step in zero.accumulate(kept, 2):
+        loss_of(kept, micro_step).backward()
+        if micro_step == 0:
+            with pytest.raises(RuntimeError, match="SGD is stepped in"):
+                optimizer.step()
+
+
 CASES = [
     Case(2, "arguments", ""),
     Case(2, "parameters", ""),
@@ -349,6 +380,7 @@ CASES = [
     Case(2, "looks_in_between", ""),
     Case(2, "checkpointed_activations", ""),
     Case(2, "dropped_models", ""),
+    Case(2, "models_that_go_in_a_step", ""),
 ]
 
 

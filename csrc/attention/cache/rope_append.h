@@ -24,7 +24,7 @@ struct RopeAppend {
   Heads q, k, v;
   Heads q_out;  // written; where q is, or apart from all else
   HeadWeight q_weight, k_weight;
-  float eps, weight_offset;  // of the norms
+  float eps, weight_offset;  // of the norms; what is added to their weights, -0 for none
   Frequencies frequencies;
   int64_t pairs;        // that are rotated, 0: none
   bool interleaved;     // as in Rope

@@ -2,10 +2,8 @@
 // struct, the run on the device that this is compiled for.
 #pragma once
 
-#include <cmath>
-#include <limits>
-
 #include "common/torch/device.h"
+#include "common/torch/weight_offset.h"
 #include "attention/cache/paged_kv_ops.h"
 #include "attention/cache/rope_append.h"
 
@@ -137,18 +135,12 @@ inline RopeAppendReader read_append(const char* op, const Tensor& q, const Tenso
   call.k_weight = reader.read_weight({"k_weight"}, options.k_weight);
   reader.read_frequencies(options.frequencies);
   reader.read_violations(violations);
-  for (const auto& [name, value] : {std::pair{options.name_of_scale, options.scale},
-                                    {"eps", options.eps},
-                                    {"weight_offset", options.weight_offset}}) {
-    check(std::abs(value) <= std::numeric_limits<float>::max(), op, ": ", name, " is ", value,
-          ", expected a finite number");
-  }
+  call.scale = finite_float(op, options.name_of_scale, options.scale);
+  call.eps = finite_float(op, "eps", options.eps);
+  call.weight_offset = finite_weight_offset(op, options.weight_offset);
   check(options.eps >= 0, op, ": eps is ", options.eps, ", expected 0 or more");
   check_separate(op, q, k, v, violations, tensors, options, q_is_written);
   call.interleaved = options.interleaved;
-  call.scale = float(options.scale);
-  call.eps = float(options.eps);
-  call.weight_offset = float(options.weight_offset);
   return reader;
 }
 

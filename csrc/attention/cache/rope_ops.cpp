@@ -1,8 +1,6 @@
 // The torch side of rope, for the device that this is compiled for. The schemas are in
 // deepspeed_ext/ops/attention/rope.py.
 #include <algorithm>
-#include <cmath>
-#include <limits>
 
 #include "common/torch/arguments.h"
 #include "common/torch/device.h"
@@ -68,9 +66,7 @@ class RopeReader {
     call.width = shape_.width;
     call.interleaved = options.interleaved;
     call.negative = options.negative;
-    call.scale = float(options.scale);
-    check(std::abs(options.scale) <= std::numeric_limits<float>::max(), op, ": scale is ",
-          options.scale, ", expected a finite number");
+    call.scale = finite_float(op, "scale", options.scale);
     read_frequencies(TensorView(frequencies.get()));
     read_positions(TensorView(positions.get()));
   }

@@ -1,8 +1,6 @@
 // The torch side of attention over a cache: every check, then tensors into the struct.
 #pragma once
 
-#include <cmath>
-#include <limits>
 #include <tuple>
 
 #include "attention/decode/decode.h"
@@ -69,11 +67,9 @@ std::tuple<torch::stable::Tensor, torch::stable::Tensor> attend(const char* op, 
   call.q = {view.data,       view.sizes[2],   view.strides[0],
             view.strides[1], view.strides[2], storage_dtype(op, {"q"}, view)};
   call.group = view.sizes[2] / call.kv.heads;
-  check(std::abs(options.scale) <= std::numeric_limits<float>::max(), op, ": scale is ",
-        options.scale, ", expected a finite number");
   check_soft_cap(op, options.softcap);
   check(options.window >= 0, op, ": window is ", options.window, ", expected 0 or more");
-  call.scale = float(options.scale);
+  call.scale = finite_float(op, "scale", options.scale);
   call.soft_cap = float(options.softcap);
   call.window = options.window;
   call.alibi_slopes = floats_of_heads(op, {"alibi_slopes"}, options.alibi_slopes, view);

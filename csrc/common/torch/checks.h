@@ -4,6 +4,8 @@
 #pragma once
 
 #include <algorithm>
+#include <cmath>
+#include <limits>
 #include <sstream>
 #include <stdexcept>
 #include <vector>
@@ -21,6 +23,13 @@ void check(bool condition, const Parts&... parts) {
   std::ostringstream message;
   (message << ... << parts);
   throw std::invalid_argument(message.str());
+}
+
+// The number as kernels have it.
+inline float finite_float(const char* op, const char* argument, double number) {
+  check(std::abs(number) <= std::numeric_limits<float>::max(), op, ": ", argument, " is ", number,
+        ", expected a finite float32");
+  return float(number);
 }
 
 inline int32_t torch_code(Dtype dtype) {

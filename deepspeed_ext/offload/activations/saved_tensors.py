@@ -40,9 +40,6 @@ class SavedTensors:
             raise ValueError(f"{name}: nvme_path is {nvme_path!r}, expected {expected}")
         most = bytes_in(f"{name}: budget", budget)
         least = bytes_in(f"{name}: min_bytes", min_bytes)
-        for what, number in (("budget", most), ("min_bytes", least)):
-            if number is not None and number < 0:
-                raise ValueError(f"{name}: {what} is {number}, expected 0 bytes or more")
         if least is None:
             raise ValueError(f"{name}: min_bytes is None, expected bytes, as 1048576 or '1MiB'")
         self.device = device

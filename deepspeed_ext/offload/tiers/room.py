@@ -31,13 +31,13 @@ def bytes_in(name: str, text: float | str | None) -> int | None:
         text: what was given.
 
     Raises:
-        ValueError: it is neither, or no whole number.
+        ValueError: it is neither, or negative, or no whole number.
     """
     if text is None:
         return None
     number = _in_units(text) if isinstance(text, str) else text
     is_number = isinstance(number, Real) and not isinstance(number, bool)
-    if is_number and abs(number) < _MOST_BYTES:
+    if is_number and 0 <= number < _MOST_BYTES:
         whole = int(number)
         if isinstance(text, str) or whole == number:
             return whole

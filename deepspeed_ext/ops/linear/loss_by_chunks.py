@@ -1,6 +1,5 @@
 """The loss of a chunk of rows at a time, of logits that are made and dropped with it."""
 
-import math
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -161,10 +160,8 @@ def check_arguments(
     if not 0 <= smoothing <= 1:
         raise ValueError(f"{_NAME}: label_smoothing is {smoothing}, expected a number from 0 to 1")
     for name, number in (("z_loss", z_loss), ("softcap", softcap)):
-        if not (number >= 0 and math.isfinite(number)):
-            raise ValueError(
-                f"{_NAME}: {name} is {number}, expected a finite number that is 0 or more"
-            )
+        if not 0 <= number <= torch.finfo(torch.float32).max:
+            raise ValueError(f"{_NAME}: {name} is {number}, expected a finite float32, 0 or more")
     check_memory(_NAME, hidden=hidden, weight=weight, targets=targets, bias=bias)
     if not targets.is_cuda:
         _check_targets(targets.reshape(-1), weight.shape[0], options["ignore_index"])

@@ -66,7 +66,8 @@ def layer_norm(
 
     The result is multiplied by weight, and bias is added. The variance is that of the deviations
     from the mean, and the mean has more digits than a float32: small deviations from a large mean
-    are as good as others. All that ``rms_norm`` says of the sum with a residual, of bits, scaled
+    are as good as others. A row is NaN if its elements, less its first ones, add up to more than a
+    float32 can be, 3.4e38. All that ``rms_norm`` says of the sum with a residual, of bits, scaled
     squares, gradients and what is kept for them holds here too.
 
     Args:

@@ -174,7 +174,10 @@ def affine_ref(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, weight_offset: float
 ) -> Tensor:
     """Return x * (weight + weight_offset) + bias, in float64."""
-    scaled = x if weight is None else x * (weight.double() + weight_offset)
+    if weight is None:
+        scaled = x
+    else:
+        scaled = x * (weight.double() + weight_offset if weight_offset else weight.double())
     return scaled if bias is None else scaled + bias.double()
 
 

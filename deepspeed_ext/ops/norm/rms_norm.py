@@ -64,7 +64,9 @@ def rms_norm(
     every run. Arithmetic is in float32; squares that would overflow, or vanish beside an eps that
     is as small, are scaled. All gradients come from one pass over memory; nothing is kept for them
     but x (or the sum) and the vectors. Beyond a root mean square of 1e19, or below 1e-19 with an
-    eps that is smaller still, they overflow. There is no gradient of a gradient.
+    eps that is smaller still, they overflow; below 2.9e-39 the result does, too. The gradients of x
+    and of residual are that of the sum, rounded to the dtype of residual first. There is no
+    gradient of a gradient.
 
     Args:
         x: (..., n), float32, bfloat16 or float16, on the CPU or on CUDA, n up to any length. Rows

@@ -67,8 +67,9 @@ def softmax(
     with the bias of ALiBi, -slope * |position of the query - position of the key|; with an additive
     mask. What a boolean mask, an additive -inf, causality or the window leave out is exactly 0, and
     so is its gradient, whatever x or the gradient of the result have there. A row of which nothing
-    takes part is zeros. If a score that takes part is NaN or +inf, all that take part in its row
-    are NaN; a score of -inf gives 0. The gradient is 0 wherever the result is 0.
+    takes part is zeros. A score of -inf gives 0. If a score that takes part is NaN or +inf, as
+    where x * scale is no float32, all others that take part in its row are NaN. The gradient is 0
+    wherever the result is 0.
 
     No mask is expanded in memory, and what causality and the window leave out is not read. A row
     has the same bits alone, in any batch and at any place in it; on the CPU also with any number of
@@ -229,4 +230,4 @@ def softmax_ref(
         left_out = left_out | (mask == 0)
     score = score.masked_fill(left_out, -torch.inf)
     nothing = (score == -torch.inf).all(-1, keepdim=True)
-    return score.masked_fill(nothing, 0).softmax(-1).masked_fill(left_out | nothing, 0)
+    return score.masked_fill(nothing, 0).softmax(-1).masked_fill(score == -torch.inf, 0)

@@ -172,8 +172,8 @@ REFUSED: dict[str, dict[str, Any]] = {
     "v is int64, expected float32, bfloat16 or float16": dict(v=ones(2, 2, 70, 8).long()),
     "block is 48, expected 16, 32, 64 or 128": dict(block=48),
     "block is 0, expected 16, 32, 64 or 128": dict(block=0),
-    "scale is inf, expected a finite number": dict(scale=math.inf),
-    "scale is nan, expected a finite number": dict(scale=math.nan),
+    "scale is inf, expected a finite float32": dict(scale=math.inf),
+    "scale is nan, expected a finite float32": dict(scale=math.nan),
     "layout has shape [5, 5], expected [4 or 1, 5, 5], as q has 70 tokens":
         dict(layout=ones(5, 5).long()),
     "layout has shape [2, 5, 5], expected [4 or 1, 5, 5], as q has 70 tokens":

@@ -70,7 +70,7 @@ CACHE: dict[str, Change] = {  # what both ops refuse
         with_options(slots=torch.zeros(3, dtype=torch.int32)),
     "slots is int64, expected int32": with_options(slots=torch.zeros(2).long()),
     "counts is bool, expected int32": with_options(counts=torch.zeros(2).bool()),
-    "scale is inf, expected a finite number": with_options(scale=float("inf")),
+    "scale is inf, expected a finite float32": with_options(scale=float("inf")),
 }  # fmt: skip
 ATTENTION: dict[str, Change] = CACHE | {  # what both ops of attention refuse
     "q has shape [2, 3, 128], expected [batch, tokens, heads, head_dim]":
@@ -83,8 +83,8 @@ ATTENTION: dict[str, Change] = CACHE | {  # what both ops of attention refuse
     "alibi_slopes has shape [3], expected [4], the heads of q":
         with_options(alibi_slopes=torch.ones(3)),
     "sinks is bfloat16, expected float32": with_options(sinks=torch.ones(4).bfloat16()),
-    "softcap is -1, expected a finite number that is 0 or more": with_options(softcap=-1.0),
-    "softcap is nan, expected a finite number that is 0 or more":
+    "softcap is -1, expected 0, or a number over 1e-30": with_options(softcap=-1.0),
+    "softcap is nan, expected a finite float32":
         with_options(softcap=float("nan")),
     "softcap is 1e-46, expected 0, or a number over 1e-30": with_options(softcap=1e-46),
     "window is -1, expected 0 or more": with_options(window=-1),
@@ -128,7 +128,7 @@ APPEND: dict[str, Change] = CACHE | {
     "values is overlapping keys, expected separate memory": lambda q, kv: (
         q, kv._replace(values=kv.keys), {}),
     "eps is -1, expected 0 or more": with_options(eps=-1.0),
-    "weight_offset is nan, expected a finite number": with_options(weight_offset=float("nan")),
+    "weight_offset is nan, expected a finite float32": with_options(weight_offset=float("nan")),
 }  # fmt: skip
 
 

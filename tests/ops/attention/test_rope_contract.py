@@ -62,8 +62,8 @@ REFUSED: dict[str, Callable[[], dict[str, Any]]] = {
         lambda: dict(frequencies=torch.ones(1, 4).double()),
     "frequencies is bfloat16, expected float64 or float32":
         lambda: dict(frequencies=torch.ones(4).bfloat16()),
-    "scale is inf, expected a finite number": lambda: dict(scale=float("inf")),
-    "scale is 1e+39, expected a finite number": lambda: dict(scale=1e39),
+    "scale is inf, expected a finite float32": lambda: dict(scale=float("inf")),
+    "scale is 1e+39, expected a finite float32": lambda: dict(scale=1e39),
 }  # fmt: skip
 
 

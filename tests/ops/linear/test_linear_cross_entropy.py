@@ -216,8 +216,8 @@ REFUSED: dict[str, Callable[[], dict[str, Any]]] = {
     "bias has shape [5], expected [6]": lambda: dict(bias=torch.ones(5)),
     "reduction is 'all', expected 'mean', 'sum' or 'none'": lambda: dict(reduction="all"),
     "label_smoothing is 1.5, expected a number from 0 to 1": lambda: dict(label_smoothing=1.5),
-    "z_loss is -1.0, expected a finite number that is 0 or more": lambda: dict(z_loss=-1.0),
-    "softcap is nan, expected a finite number that is 0 or more":
+    "z_loss is -1.0, expected a finite float32, 0 or more": lambda: dict(z_loss=-1.0),
+    "softcap is nan, expected a finite float32, 0 or more":
         lambda: dict(softcap=float("nan")),
     "chunk is 0, expected 1 row at least": lambda: dict(chunk=0),
 }  # fmt: skip

@@ -154,7 +154,7 @@ BAD_NORMS: dict[str, tuple[Tensor, NextNorm]] = {
     "norm_weight has shape [16], expected [8]": (WEIGHT, NextNorm(torch.ones(16))),
     "norm_weight is bfloat16, expected float32": (WEIGHT, NextNorm(torch.ones(8).bfloat16())),
     "norm_weight is on meta, expected cpu": (WEIGHT, NextNorm(torch.ones(8, device="meta"))),
-    "weight_offset is inf, expected a finite number": (WEIGHT, NORM._replace(weight_offset=1e999)),
+    "weight_offset is inf, expected a finite float32": (WEIGHT, NORM._replace(weight_offset=1e999)),
     "weight has 12 rows, expected a multiple of 8 beside a norm after it":
         (torch.ones(12, 16), NextNorm(torch.ones(12))),
 }  # fmt: skip

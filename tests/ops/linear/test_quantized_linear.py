@@ -248,6 +248,20 @@ def test_more_rows_by_integers(dtype: torch.dtype, k: int, cuda: str) -> None:
         assert got[4].isnan().all() and got[5:].isfinite().all()
 
 
+@pytest.mark.parametrize("format", ["int4", "int8"])
+@pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
+def test_scales_near_the_largest_float(dtype: torch.dtype, format: str, device: str) -> None:
+    """All is multiplied by powers of 2, and nothing on the way is too large: the same digits."""
+    weight = weight_of(40, 256, format, False, 128, device)
+    scales = torch.full_like(weight.scales, 1.25)
+    x = make((40, 256), dtype, 0, device) * 2**-7
+    x[3] = 0
+    for rows in (1, 4, 16, 17, 40):
+        want = quantized_linear(x[:rows], weight._replace(scales=scales))
+        got = quantized_linear(x[:rows] * 2**-7, weight._replace(scales=scales * 2.0**126))
+        assert torch.equal(got, want * 2.0**119)
+
+
 @each_kind
 def test_in_a_cuda_graph(kind: tuple[str, bool], cuda: str) -> None:
     """Alone in it, with the bits of the calls that it stands for."""

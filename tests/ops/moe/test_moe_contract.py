@@ -253,7 +253,7 @@ WRONG: dict[str, Callable[[], Any]] = {
     "moe_route: k is 3, expected 1 to 2, the experts of topk_groups groups": lambda: moe_route(
         LOGITS, 3, groups=3
     ),
-    "moe_route: scale is inf, expected a finite number": lambda: moe_route(
+    "moe_route: scale is inf, expected a finite float32": lambda: moe_route(
         LOGITS, 2, scale=float("inf")
     ),
     "moe_route: bias has shape [5], expected [6]": lambda: moe_route(LOGITS, 2, bias=torch.ones(5)),

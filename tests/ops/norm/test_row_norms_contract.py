@@ -132,6 +132,17 @@ def test_zeros_have_the_same_sign_everywhere(
 
 
 @each_kind
+@pytest.mark.parametrize("n", [9, 4096, 16_392])
+def test_a_weight_of_minus_zero(kind: Kind, n: int, device: str) -> None:
+    """Times what it is, as in torch: an offset of 0 is none."""
+    x, weight = make((3, n), BF16, 0, device), torch.full((n,), -0.0, device=device)
+    for dtype in DTYPES:
+        got = kind.op(x, weight.to(dtype))
+        assert torch.equal(got.signbit().cpu(), kind.ref(x.cpu(), weight.cpu()).signbit())
+        assert not got.any()
+
+
+@each_kind
 @pytest.mark.parametrize("n", [16_392, 131_072])
 def test_gradients_in_clusters_in_a_cuda_graph(kind: Kind, n: int, cuda: str) -> None:
     """With the bits of those outside, each time it is replayed, whichever are wanted."""
@@ -218,7 +229,8 @@ REFUSED: dict[str, Callable[[], dict[str, Any]]] = {
     "x_bias is given, expected a residual beside it": lambda: dict(x_bias=torch.ones(4)),
     "eps is -1, expected a number that is 0 or more": lambda: dict(eps=-1.0),
     "eps is nan, expected a number that is 0 or more": lambda: dict(eps=float("nan")),
-    "weight_offset is inf, expected a finite number": lambda: dict(weight_offset=float("inf")),
+    "weight_offset is inf, expected a finite float32": lambda: dict(weight_offset=float("inf")),
+    "weight_offset is -1e+39, expected a finite float32": lambda: dict(weight_offset=-1e39),
 }  # fmt: skip
 
 

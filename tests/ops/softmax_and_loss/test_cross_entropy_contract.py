@@ -33,7 +33,8 @@ REFUSED: dict[str, Callable[[], dict[str, Any]]] = {
     "label_smoothing is 1.5, expected a number from 0 to 1": lambda: dict(label_smoothing=1.5),
     "label_smoothing is nan, expected a number from 0 to 1":
         lambda: dict(label_smoothing=float("nan")),
-    "z_loss is -1, expected a finite number that is 0 or more": lambda: dict(z_loss=-1.0),
+    "z_loss is -1, expected 0 or more": lambda: dict(z_loss=-1.0),
+    "z_loss is 1e+39, expected a finite float32": lambda: dict(z_loss=1e39),
 }  # fmt: skip
 
 

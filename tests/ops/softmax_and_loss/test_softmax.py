@@ -147,6 +147,13 @@ def test_minus_infinity_is_no_part(device: str) -> None:
     assert (got[0, 7:] == 0).all() and (got[1] == 0).all() and not got.isnan().any()
 
 
+def test_minus_infinity_beside_nan(device: str) -> None:
+    x = torch.tensor([[1.0, NAN, -INF, 2.0], [-INF, INF, 3.0, -INF]], device=device)
+    for found in (softmax(x), softmax_ref(x)):
+        assert found.isnan().tolist() == [[True, True, False, True], [False, True, True, False]]
+        assert not found[x == -INF].any()
+
+
 @pytest.mark.parametrize("n", [40, 300, 16_400])
 def test_a_row_of_which_nothing_takes_part(n: int, device: str) -> None:
     x, grad = make((4, n), F32, 0, device), make((4, n), F32, 1, device)

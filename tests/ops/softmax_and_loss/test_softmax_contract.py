@@ -62,9 +62,10 @@ REFUSED: dict[str, Callable[[], dict[str, Any]]] = {
         lambda: dict(alibi_slopes=torch.ones(2).bfloat16()),
     "x has shape [4], expected two dimensions at least, as alibi_slopes needs queries and keys":
         lambda: dict(x=torch.ones(4), alibi_slopes=torch.ones(())),
-    "scale is inf, expected a finite number": lambda: dict(scale=float("inf")),
-    "softcap is -1, expected a finite number that is 0 or more": lambda: dict(softcap=-1.0),
-    "softcap is nan, expected a finite number that is 0 or more":
+    "scale is inf, expected a finite float32": lambda: dict(scale=float("inf")),
+    "scale is 1e+60, expected a finite float32": lambda: dict(scale=1e60),
+    "softcap is -1, expected 0, or a number over 1e-30": lambda: dict(softcap=-1.0),
+    "softcap is nan, expected a finite float32":
         lambda: dict(softcap=float("nan")),
     "softcap is 1e-40, expected 0, or a number over 1e-30": lambda: dict(softcap=1e-40),
     "window is (-2, 0), expected counts of keys, or -1 for all": lambda: dict(window=(-2, 0)),
