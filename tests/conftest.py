@@ -1,9 +1,12 @@
-"""What tests cost: the option --cpu-seconds tells, --share leaves out a part of what costs most."""
+"""What tests cost: the option --cpu-seconds tells, --share leaves out a part of what costs most.
+
+And a fixture for tests of garbage.
+"""
 
 import gc
 import os
 from collections import Counter
-from collections.abc import Generator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 from zlib import crc32
 
@@ -72,6 +75,20 @@ def pytest_collection() -> Generator[None, object, object]:
         return (yield)
     finally:
         gc.freeze()
+        gc.enable()
+
+
+@pytest.fixture
+def garbage_stays() -> Iterator[None]:
+    """Garbage is there until the test calls gc.collect().
+
+    While some thread collects by itself, that call does nothing.
+    """
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
         gc.enable()
 
 

@@ -3,7 +3,7 @@
 Layers = tuple[tuple[str, ...], ...]
 PYTHON_LAYERS = (  # each may import itself and what stands before its row
     ("op_builder", "torch_internals", "dtypes", "threads"),
-    ("dtensors", "processors"),
+    ("collector", "dtensors", "processors"),
     ("ops",),
     ("optim", "io"),
     ("quantization",),
@@ -15,7 +15,7 @@ PYTHON_LAYERS = (  # each may import itself and what stands before its row
 )
 ROOMS = {  # inside of a package, likewise; its __init__ may import all
     "io": (
-        ("_native", "extents", "file", "tensors"),
+        ("_native", "extents", "file", "owner", "tensors"),
         (
             "file_map",
             "regular_file",
@@ -132,7 +132,7 @@ ROOMS = {  # inside of a package, likewise; its __init__ may import all
         ("__main__",),
     ),
     "zero/streaming": (
-        ("order", "pieces", "rest"),
+        ("hooks", "order", "pieces", "rest"),
         ("arguments", "moves", "scratch"),
         ("staging",),
         ("fetched",),
@@ -320,7 +320,7 @@ ROOMS = {  # inside of a package, likewise; its __init__ may import all
         ("activations", "environment"),
         ("__main__",),
     ),
-    "compat/zero": (("parameter_offload", "parameters"), ("gathered",), ("init",)),
+    "compat/zero": (("parameter_offload", "parameters"), ("gathered",), ("under_way",), ("init",)),
     "examples": (
         ("expert_load", "gpt", "optimizers", "text"),
         ("run_folder",),

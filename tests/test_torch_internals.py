@@ -243,7 +243,7 @@ def plain_owners() -> Iterator[tuple[Any, str]]:
     yield module, "_state_dict_hooks _state_dict_pre_hooks _compiled_call_impl"
     yield module, "_load_state_dict_pre_hooks _load_state_dict_post_hooks"
     yield module.state_dict(), "_metadata"
-    yield module, "_apply"
+    yield module, "_apply _replicate_for_data_parallel"
     yield nn.LSTM(1, 1), "_flat_weights _flat_weights_names"
     yield nn.MultiheadAttention(1, 1), "_reset_parameters"
     yield torch.compile(module), "_orig_mod"

@@ -419,11 +419,11 @@ class Engine(Checkpoints):
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Let backwards inside be of micro-steps that are not the last one."""
-        self._is_syncing = False
+        before, self._is_syncing = self._is_syncing, False
         try:
             yield
         finally:
-            self._is_syncing = True
+            self._is_syncing = before
 
     def was_step_applied(self) -> bool:
         """Tell whether the last call of `step` has stepped the optimizer."""

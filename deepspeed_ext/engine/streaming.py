@@ -18,7 +18,7 @@ from deepspeed_ext.torch_internals.dispatch import tree_map
 from deepspeed_ext.zero.alone import Alone
 from deepspeed_ext.zero.blocks import blocks_of
 from deepspeed_ext.zero.rows import RowsParameter, make_whole
-from deepspeed_ext.zero.streaming import is_streamed, stream
+from deepspeed_ext.zero.streaming import Stream, is_streamed, stream
 from deepspeed_ext.zero.streaming.rest import streamed_parameters
 
 _OP = "initialize"
@@ -149,6 +149,7 @@ class Streaming:
 
     def __init__(self, model: nn.Module, config: Config, mesh: DeviceMesh) -> None:
         self._model = model
+        self._stream: Stream | None = None
         self._ends = ExitStack()
         try:
             self._begin(config, mesh)
@@ -167,7 +168,7 @@ class Streaming:
         path = block.nvme_path if block.device == "nvme" else None
         found = blocks_of(model, None)
         to = torch.device(mesh.device_type)
-        self._ends.callback(stream(model, block.device, to=to, nvme_path=path).close)
+        self._stream = stream(model, block.device, to=to, nvme_path=path)
         stand_in = Alone(model, 3, mesh, ())
         self._ends.callback(stand_in.detach)
         stand_in.attach()
@@ -181,8 +182,16 @@ class Streaming:
         self._ends.callback(optimizer.close)
 
     def end(self) -> None:
-        """Let the model be an ordinary one, whose parameters stay where they are."""
-        self._ends.close()
+        """Let the model be an ordinary one, whose parameters stay where they are.
+
+        Raises:
+            RuntimeError: it computes in another thread; it is to be ended again.
+        """
+        try:
+            self._ends.close()
+        finally:
+            if self._stream is not None:
+                self._stream.close()
 
 
 class _Cast:

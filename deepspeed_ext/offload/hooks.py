@@ -13,10 +13,11 @@ import torch
 from torch import Tensor
 from torch.nn.parameter import is_lazy
 
+from deepspeed_ext.collector import end_outside, is_collecting
 from deepspeed_ext.dtensors import is_dtensor, rests_on_host
 from deepspeed_ext.offload.streamed import Take, home_of, is_beside
 from deepspeed_ext.torch_internals.compiler import untraced
-from deepspeed_ext.torch_internals.modules import is_compiled, is_compiled_in_place
+from deepspeed_ext.torch_internals.modules import is_compiled, is_compiled_in_place, pre_hooks_of
 from deepspeed_ext.torch_internals.tensors import is_watched_in_backward
 
 Remove = Callable[[], None]
@@ -35,6 +36,24 @@ class Told(Protocol):
 
     def take_gradient(self, param: Tensor, grad: Tensor) -> bool:
         """Take one of a streamed parameter, if it can be taken."""
+
+
+class OfProcess(Protocol):
+    """What belongs to one process; see worker.Worker."""
+
+    def is_foreign(self) -> bool:
+        """Return whether this is a fork of it."""
+
+
+class Ending(Protocol):
+    """What has something under way; see pipeline.Pipeline."""
+
+    @property
+    def worker(self) -> OfProcess:
+        """Does it."""
+
+    def end(self) -> None:
+        """Wait until all is over."""
 
 
 class _Tell:
@@ -69,6 +88,11 @@ class _Tell:
         """Tell of a streamed parameter and its gradient, and return whether it is taken."""
         told = self._method()
         return told is not None and told(param, grad)
+
+    @property
+    def is_over(self) -> bool:
+        """Whether its object is gone."""
+        return self._method() is None
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _tell_nobody, ()
@@ -139,10 +163,10 @@ def _is_watched(param: Tensor) -> bool:
     return is_watched_in_backward(param) or (home is not None and home.hands_over(param))
 
 
-def check_model(op: str, model: torch.nn.Module) -> None:
+def check_model(op: str, model: torch.nn.Module | None) -> None:
     """Raise TypeError if a module in a model can tell of nothing, and reads weights unseen."""
     jit: Any = torch.jit  # whose stubs leave the class out
-    for name, module in model.named_modules():
+    for name, module in () if model is None else model.named_modules():
         if isinstance(module, jit.RecursiveScriptModule):
             what = f"model has {name!r}, a module" if name else "model is one"
             raise TypeError(
@@ -159,6 +183,8 @@ def before_forward(model: torch.nn.Module, tell: Callable[[list[Tensor]], None])
     one with DTensors, which FSDP2 gathers ahead of time.
     """
     removes: list[Remove] = []
+    for module in model.modules():
+        _remove_dead_hooks(module)
 
     def watch(module: torch.nn.Module, recurse: bool) -> None:
         saved = _Tell(tell, recurse=True).of_module
@@ -180,6 +206,15 @@ def before_forward(model: torch.nn.Module, tell: Callable[[list[Tensor]], None])
 
     visit(model)
     return removes
+
+
+def _remove_dead_hooks(module: torch.nn.Module) -> None:
+    """Take away those of optimizers that the garbage collector took; see `let_go`."""
+    for hooks in pre_hooks_of(module):
+        for number, hook in list(hooks.items()):
+            tell = getattr(hook, "__self__", None)
+            if isinstance(tell, _Tell) and tell.is_over:
+                del hooks[number]
 
 
 def _is_sharded_block(module: torch.nn.Module) -> bool:
@@ -206,10 +241,27 @@ def is_final_in_hook(param: Tensor, free_grads: bool) -> bool:
     return is_early and torch.distributed.get_world_size() == 1
 
 
-def let_go(end: Callable[[], None], hooks: dict[Tensor, Remove], waiting: list[Remove]) -> None:
-    """Have nothing call an optimizer that is closed or gone, and end what it has started."""
-    for remove in (*hooks.values(), *waiting):
+def let_go(pipeline: Ending, hooks: dict[Tensor, Remove], waiting: list[Remove]) -> None:
+    """Have nothing call an optimizer that is closed or gone, and end what it has started.
+
+    If the garbage collector calls this, hooks of modules stay, and tell nobody: torch goes through
+    them as they are, and the collector may run in the middle of that. The next optimizer of the
+    model takes them away. And the end, which waits for threads, is left to a thread: this one may
+    be among those, or be inside a hook that holds a lock which they want.
+
+    Args:
+        pipeline: of the optimizer. A fork has nothing to wait for.
+        hooks: of parameters; autograd copies the list of these before it calls them.
+        waiting: hooks of modules.
+    """
+    for remove in hooks.values():
         remove()
     hooks.clear()
+    if not is_collecting():
+        for remove in waiting:
+            remove()
     waiting.clear()
-    end()
+    if pipeline.worker.is_foreign():
+        pipeline.end()
+    else:
+        end_outside(pipeline.end)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
+from deepspeed_ext.collector import await_collected
 from deepspeed_ext.dtensors import rests_on_host
 from deepspeed_ext.offload.bucket_states import OffloadedBucket
 from deepspeed_ext.offload.copies import Recorder
@@ -150,8 +151,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
         if not 0 <= gpu_fraction <= 1:
             raise ValueError(f"{name}: gpu_fraction is {gpu_fraction}, expected 0 to 1")
         check_threads(name, threads)
-        if model is not None:
-            check_model(name, model)
+        check_model(name, model)
         self.max_grad_norm = max_grad_norm
         self.grad_norm: Tensor | None = None
         planned = {
@@ -174,6 +174,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
         self._bytes_to_keep = gpu_fraction * sum(map(bytes_of, self._params()))
         for group in self.param_groups:
             check_once(self, group["params"])
+        await_collected()  # which may have the memory, and the folder
         budget = common_budget(device, planned["memory_budget"], self._params())
         planned["memory_budget"] = budget
         needs = estimate(self.param_groups, **planned)
@@ -196,7 +197,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
         self._take_options()
         self._model = model
         self._waiting = [] if model is None else before_forward(model, self._pipeline.before_use)
-        self._end = weakref.finalize(self, let_go, self._pipeline.end, self._hooks, self._waiting)
+        self._end = weakref.finalize(self, let_go, self._pipeline, self._hooks, self._waiting)
         self._watch()
         if disk is not None:
             try:

@@ -382,8 +382,9 @@ class Pipeline:
         self.worker.close()
         if self.worker.is_foreign():
             return
-        for bucket in self._buckets:
-            bucket.end()
+        with self._lock:  # others may wait for weights
+            for bucket in self._buckets:
+                bucket.end()
         if self.ring is not None:
             self.ring.close()
 

@@ -114,16 +114,16 @@ class _Loss:
     """A model's loss function: the one that was asked for, or transformers' own.
 
     Args:
-        head: of the model.
+        model: what stands in the place of its forward.
         own: transformers' function.
     """
 
-    def __init__(self, head: _Head, own: Any) -> None:
-        self.head, self.own = head, own
+    def __init__(self, model: "_LanguageModel", own: Any) -> None:
+        self.model, self.own = model, own
 
     def __call__(self, logits: Tensor, labels: Tensor, *args: Any, **keywords: Any) -> Any:
         """Return the loss."""
-        request = self.head.request
+        request = self.model.request
         if request is None or request.loss is None:
             return self.own(logits, labels, *args, **keywords)
         return request.loss
@@ -134,9 +134,13 @@ class _LanguageModel(Replaced):
     module: a model with a head.
     head: what stands in the place of the head's forward.
     softcap: of the logits.
+
+    Attributes:
+        request: what the call that is under way wants in place of logits.
     """
 
     by = ("linear_cross_entropy",)
+    request: _Request | None = None
 
     def __init__(self, module: nn.Module, head: _Head, softcap: float) -> None:
         super().__init__(module)
@@ -144,38 +148,50 @@ class _LanguageModel(Replaced):
 
     def run(self, *args: Any, **keywords: Any) -> Any:
         labels = keywords.get("labels")
-        if labels is None or not self._wants_no_logits(keywords):
+        head = None if labels is None else self._head_without_logits(keywords)
+        if labels is None or head is None:
             return self.own(*args, **keywords)
         config: Any = self.module.config
         as_tuple = keywords.pop("return_dict", None)
         as_tuple = config.return_dict is False if as_tuple is None else not as_tuple
         options = {name: keywords[name] for name in _READ if keywords.get(name) is not None}
-        if self.head.request is not None:
+        if head.request is not None:
             raise RuntimeError(
                 "patch: the model is called within a call with labels, or by another thread,"
                 " expected one call at a time; use patch(model, loss=False)"
             )
-        request = self.head.request = _Request(labels, self.softcap, options)
+        request = head.request = self.request = _Request(labels, self.softcap, options)
         try:
             found = self.own(*args, **keywords, return_dict=True)
         finally:
-            self.head.request = None
+            head.request = self.request = None
         if request.loss is not None:
             rest = {name: value for name, value in found.items() if name != "logits"}
             found = type(found)(**rest)
         return found.to_tuple() if as_tuple else found
 
-    def _wants_no_logits(self, keywords: dict[str, Any]) -> bool:
+    def made_for(self, replica: nn.Module) -> Replaced:
+        made = super().made_for(replica)
+        assert isinstance(made, _LanguageModel)
+        loss = vars(replica).get(_OWN_LOSS)
+        if isinstance(loss, _Loss) and loss.model is self:
+            setattr(replica, _OWN_LOSS, _Loss(made, loss.own))
+        return made
+
+    def _head_without_logits(self, keywords: dict[str, Any]) -> _Head | None:
+        """Return what is to work out the loss; None: there is someone who reads logits."""
         module: Any = self.module
         loss = vars(module).get(_OWN_LOSS)
-        if not module.training or not isinstance(loss, _Loss) or loss.head is not self.head:
-            return False  # someone has set another since
+        if not module.training or not isinstance(loss, _Loss) or loss.model is not self:
+            return None  # someone has set another since
         kept = keywords.get("logits_to_keep", 0)
         head = module.get_output_embeddings()
-        is_there = replaced_of(head) is self.head and is_in_place(head)
-        if not is_there or not all(map(_keeps_results, result_hooks_of(head))):
-            return False
-        return type(kept) is int and kept == 0
+        there = replaced_of(head)
+        if not isinstance(there, _Head) or self.head not in (there, there.origin):
+            return None
+        if not is_in_place(head) or not all(map(_keeps_results, result_hooks_of(head))):
+            return None
+        return there if type(kept) is int and kept == 0 else None
 
 
 def _keeps_results(hook: Callable[..., Any]) -> bool:
@@ -233,7 +249,7 @@ def put_loss(replaced: Replaced) -> None:
     own = model.loss_function
     put(replaced)
     put(replaced.head)
-    setattr(model, _OWN_LOSS, _Loss(replaced.head, own))
+    setattr(model, _OWN_LOSS, _Loss(replaced, own))
 
 
 def take_out_loss(model: nn.Module) -> None:

@@ -8,12 +8,13 @@ from torch import Tensor, nn
 
 from deepspeed_ext.dtensors import is_dtensor
 from deepspeed_ext.dtypes import DTYPES
+from deepspeed_ext.torch_internals.modules import REPLICATE
 
 _NAME = "_deepspeed_ext_replaced"  # the attribute of a module whose forward was replaced
 
 
 class Replaced:
-    """A forward for one module, which goes with it when it is copied or pickled.
+    """A forward for one module, which goes with it when it is copied, pickled or replicated.
 
     Args:
         module: that it is for.
@@ -21,9 +22,11 @@ class Replaced:
     Attributes:
         by: names of the ops that it calls.
         is_out: it calls the module's own forward: someone has kept it in a forward of theirs.
+        origin: what it was made of, for a replica of that one's module.
     """
 
     by: tuple[str, ...] = ()
+    origin: "Replaced | None" = None
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
@@ -53,11 +56,36 @@ class Replaced:
         """Do the same with our ops."""
         raise NotImplementedError
 
+    def replicate(self) -> nn.Module:
+        """Return what the module's class makes for nn.DataParallel, with a forward of its own.
+
+        A replica has all attributes of the module, and the forward would have the module's weights.
+
+        Raises:
+            RuntimeError: someone has kept this in a forward of theirs, which is of the module.
+        """
+        module = self.module
+        if not is_in_place(module):
+            raise RuntimeError(
+                f"patch: the forward of {type(module).__name__} has been put into another, expected"
+                " ours alone in a model that is replicated; use torchrun, or unpatch the model"
+            )
+        replica: nn.Module = getattr(type(module), REPLICATE)(module)
+        put(self.made_for(replica))
+        return replica
+
+    def made_for(self, replica: nn.Module) -> "Replaced":
+        """Return the same for a replica of the module."""
+        made = object.__new__(type(self))  # not by copy: it would make code of attention anew
+        vars(made).update(vars(self), module=replica, origin=self.origin or self)
+        return made
+
 
 def put(replaced: Replaced) -> None:
     """Let a module call this in place of its own forward."""
     setattr(replaced.module, _NAME, replaced)
     replaced.module.forward = replaced
+    setattr(replaced.module, REPLICATE, replaced.replicate)
 
 
 def replaced_of(module: Any) -> Replaced | None:
@@ -79,6 +107,8 @@ def take_out(module: nn.Module) -> None:
         return
     delattr(module, _NAME)
     replaced.is_out = True
+    if vars(module).get(REPLICATE) == replaced.replicate:
+        delattr(module, REPLICATE)
     if vars(module).get("forward") is replaced:
         del module.forward
 

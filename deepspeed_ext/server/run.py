@@ -18,6 +18,7 @@ from deepspeed_ext.server.checks import check_count, check_key, check_seconds, c
 from deepspeed_ext.server.embeddings import Pooling
 from deepspeed_ext.server.service import Service
 
+_ENDING = signal.SIGTERM, signal.SIGINT
 _LAST_WORDS = 5  # seconds in which answers that were given up are sent
 
 
@@ -86,7 +87,24 @@ def run(
         OSError: the address cannot be listened at.
         Whatever load raises.
     """
-    asyncio.run(_run(load, settings, say))
+    with _handlers_of_before():
+        asyncio.run(_run(load, settings, say))
+
+
+@contextmanager
+def _handlers_of_before() -> Iterator[None]:
+    """Let signals have the handlers of now in the end: asyncio leaves Python's own there."""
+    before = {number: signal.getsignal(number) for number in _ENDING if _is_main()}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            if handler is not None:  # which is one that Python does not know
+                signal.signal(number, handler)
+
+
+def _is_main() -> bool:
+    return threading.current_thread() is threading.main_thread()
 
 
 async def _run(
@@ -107,8 +125,7 @@ async def _run(
     host, port = listening.getsockname()[:2]
     stopping = asyncio.Event()
     hurried = asyncio.Event()
-    is_main = threading.current_thread() is threading.main_thread()
-    for number in (signal.SIGTERM, signal.SIGINT) if is_main else ():
+    for number in _ENDING if _is_main() else ():
         loop.add_signal_handler(number, _stop, service, stopping, hurried)
     serving = asyncio.ensure_future(server.serve([listening]))
     loading = asyncio.ensure_future(asyncio.to_thread(load))

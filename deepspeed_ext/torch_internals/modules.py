@@ -18,6 +18,8 @@ modules_of: Callable[[nn.Module], dict[str, nn.Module | None]] = attrgetter("_mo
 non_persistent_of: Callable[[nn.Module], set[str]] = attrgetter("_non_persistent_buffers_set")
 # What `Module.to` and its kin call of each module in a model.
 APPLY = nn.Module._apply.__name__
+# What nn.DataParallel calls of each module in a model.
+REPLICATE = nn.Module._replicate_for_data_parallel.__name__
 # Where recurrent modules have their weights once more, in the order of what they call.
 FLAT_WEIGHTS = "_flat_weights"
 flat_names_of: Callable[[nn.RNNBase], list[str]] = attrgetter("_flat_weights_names")
@@ -50,6 +52,11 @@ def result_hooks_of(module: nn.Module) -> Iterable[Callable[..., Any]]:
     """Return the hooks that see what a module's forward returned, or its gradient; likewise."""
     of_gradients = (*module._backward_hooks.values(), *module._backward_pre_hooks.values())
     return (*module._forward_hooks.values(), *of_gradients)
+
+
+def pre_hooks_of(module: nn.Module) -> Iterable[dict[int, Callable[..., Any]]]:
+    """Return the hooks that come before a module's forward and state dict, to be changed."""
+    return module._forward_pre_hooks, module._state_dict_pre_hooks
 
 
 def global_forward_hooks() -> Iterable[Callable[..., Any]]:

@@ -85,7 +85,7 @@ class GatheredParameters:
         self._calls: list[tuple[Sharding, int, Callable[[], None]]] = []
 
     def __enter__(self) -> Tensor | list[Tensor]:
-        """Gather, unless another one that is under way has.
+        """Gather, unless another one that is under way has; after an error all is as before.
 
         Returns:
             The whole tensor, or a list of them, in the order of the parameters.
@@ -94,7 +94,16 @@ class GatheredParameters:
             for param in self._params.values():
                 param.detach()  # one that is still being stepped is waited for
             with past_torch_function():
-                self._enter()
+                try:
+                    self._enter()
+                except BaseException:  # as of memory that is not there: Python calls no __exit__
+                    self._leave_modules()
+                    for param in self._params.values():
+                        inside = vars(param)[WHOLE].inside if WHOLE in vars(param) else []
+                        if inside[-1:] == [self]:
+                            inside.pop()
+                    self._let_go()
+                    raise
         tensors = [_whole(param).value for param in self._params.values()]
         return tensors[0] if self._is_one else tensors
 
@@ -116,8 +125,8 @@ class GatheredParameters:
         for param in self._params.values():
             if WHOLE not in vars(param):
                 dtype = used.get(id(param)) if self._as_used else None
-                vars(param)[WHOLE] = _Whole(_full(param, dtype))
                 self._own.append(param)
+                vars(param)[WHOLE] = _Whole(_full(param, dtype))
                 if is_dtensor(param):
                     param.__class__ = ShownShard
             _whole(param).enter(self, param)
@@ -135,9 +144,21 @@ class GatheredParameters:
     def _exit(self, is_well: bool) -> None:
         for param in self._params.values():
             _whole(param).check_innermost(self)
-        for sharding, depth, end in reversed(self._calls):
-            if len(sharding.shown) != depth:
-                _refuse_order()
+        depths = {sharding: depth for sharding, depth, _ in self._calls}
+        if any(len(sharding.shown) != depth for sharding, depth in depths.items()):
+            _refuse_order()
+        taken = self._leave_modules()
+        taken += [(param, param) for param in self._params.values() if not is_dtensor(param)]
+        try:
+            for shown, shard in taken:
+                _take(shown, shard)
+            self._end(is_well)
+        finally:
+            self._let_go()
+
+    def _leave_modules(self) -> list[tuple[Any, Any]]:
+        """Put shards back; return what stood in their places, and the shards."""
+        for sharding, _, end in reversed(self._calls):
             sharding.shown.pop()
             end()
         taken = []
@@ -145,23 +166,21 @@ class GatheredParameters:
             parameters = parameters_of(module)
             shown, parameters[name] = parameters[name], shard
             taken.append((shown, shard))
-        taken += [(param, param) for param in self._params.values() if not is_dtensor(param)]
         self._places, self._calls = [], []
-        try:
-            for shown, shard in taken:
-                _take(shown, shard)
-            self._end(is_well)
-        finally:
-            freed = 0
-            for param in self._own:
-                vars(param).pop(WHOLE, None)
-                if is_dtensor(param):
-                    param.__class__ = DTensor
-                else:
-                    freed += param.nbytes
-                    hide(param, _sharded(param))  # type: ignore[arg-type]
-            self._own = []
-            give_back(freed)
+        return taken
+
+    def _let_go(self) -> None:
+        """Leave nothing of what was gathered here."""
+        freed = 0
+        for param in self._own:
+            vars(param).pop(WHOLE, None)
+            if is_dtensor(param):
+                param.__class__ = DTensor
+            else:
+                freed += param.nbytes
+                hide(param, _sharded(param))  # type: ignore[arg-type]
+        self._own = []
+        give_back(freed)
 
     def _end(self, is_well: bool) -> None:
         """Spread what was written, or see that nothing was."""
@@ -273,8 +292,8 @@ class _Link:
 
 def _refuse_order() -> None:
     raise RuntimeError(
-        f"{_OP}: it ends before one inside of it for the same parameter, expected the inner one to"
-        " end first"
+        f"{_OP}: it ends before one inside of it for the same parameter or model, expected the"
+        " inner one to end first"
     )
 
 

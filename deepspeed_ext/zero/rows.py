@@ -146,9 +146,10 @@ def show(param: nn.Parameter) -> Tensor:
     whole = part_for(rows, torch.empty(0))
     if whole.untyped_storage().data_ptr() == local(rows).untyped_storage().data_ptr():
         whole = whole.clone()
+    whole = whole.to(param.device)
     param.__class__ = nn.Parameter
     with torch.no_grad():
-        param.data = whole.to(param.device)
+        param.data = whole
     return param.detach()
 
 

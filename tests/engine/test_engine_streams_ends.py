@@ -4,6 +4,7 @@ import copy
 import gc
 import io
 import pickle
+import threading
 
 import pytest
 import torch
@@ -66,6 +67,35 @@ def test_a_failure_leaves_a_model_to_begin_with(where, rest, monkeypatch):
     assert model.cpu()(torch.zeros(1, 2, dtype=torch.long)).isfinite().all()
     with made(given_for("bf16", rest), model) as engine:
         assert_same(trained(engine, range(4)), wanted)
+
+
+def test_an_engine_ends_again_that_a_thread_has_kept(rest):
+    """One that computes meanwhile: the stream is there until nobody does."""
+    model = Net()
+    before = hooks_of(model)
+    engine = made(given_for("float32", rest), model)
+    refused = []
+
+    def end(*_):
+        with pytest.raises(
+            RuntimeError, match=r"^zero.stream: close\(\) is called while a"
+        ) as told:
+            engine.destroy()
+        refused.append(str(told.value))
+
+    def meanwhile(*_):
+        thread = threading.Thread(target=end)
+        thread.start()
+        thread.join()
+
+    block = next(module for module in model.modules() if "_zero_stream_block" in vars(module))
+    hook = next(block.children()).register_forward_pre_hook(meanwhile)
+    with torch.no_grad():
+        loss_of(engine, 0)
+    hook.remove()
+    assert len(refused) == 1
+    engine.destroy()
+    assert hooks_of(model) == before
 
 
 def test_a_model_goes_on_after_its_engine(rest):

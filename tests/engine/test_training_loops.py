@@ -375,6 +375,8 @@ def no_syncs(row, folder):
     engine, *_ = deepspeed_ext.initialize(model=Net(), config=config(1))
     plain, *_ = deepspeed_ext.initialize(model=Net(), config=config(1, steps=2))
     with engine.no_sync():
+        with engine.no_sync():  # which ends nothing of the outer one
+            pass
         engine.backward(loss_of(engine, 0) / 2)
     engine.backward(loss_of(engine, 1) / 2)
     engine.step()

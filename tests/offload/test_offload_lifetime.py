@@ -13,6 +13,7 @@ from offload_cases import FORMATS, Gate, Pair, Summed, await_speculation, warm
 from optim_cases import BF16, assert_same_bits, make_params, on_each_device, snapshot
 from torch.nn import Parameter
 
+from deepspeed_ext.collector import await_collected
 from deepspeed_ext.io.engine import pinned
 from deepspeed_ext.offload import OffloadOptimizer
 
@@ -71,26 +72,23 @@ def test_a_thread_is_started_by_the_first_step_and_there_is_one(device, threads)
 
 
 @on_each_device
+@pytest.mark.usefixtures("garbage_stays")
 def test_everything_goes_with_the_last_reference(device, threads, memory):
     """Not at the next garbage collection, which knows nothing about the size of tensors."""
-    gc.collect()
-    gc.disable()
-    try:
-        optimizer, params = used(device)
-        assert threads() and memory() > 0
-        pipeline = weakref.ref(optimizer._pipeline)
-        torch.autograd.backward(params, [torch.ones_like(p) for p in params])
-        del optimizer
-        assert not threads()
-        assert pipeline() is None
-        assert memory() == 0
-        torch.autograd.backward(params, [torch.ones_like(p) for p in params])  # hooks are harmless
-    finally:
-        gc.enable()
+    optimizer, params = used(device)
+    assert threads() and memory() > 0
+    pipeline = weakref.ref(optimizer._pipeline)
+    torch.autograd.backward(params, [torch.ones_like(p) for p in params])
+    del optimizer
+    assert not threads()
+    assert pipeline() is None
+    assert memory() == 0
+    torch.autograd.backward(params, [torch.ones_like(p) for p in params])  # hooks are harmless
 
 
 @on_each_device
 @pytest.mark.parametrize("watched", [False, True])
+@pytest.mark.usefixtures("garbage_stays")
 def test_everything_goes_by_garbage_collection(device, watched, threads, memory):
     model = torch.nn.Linear(4, 4).to(device)
     optimizer = OffloadOptimizer(model.parameters(), **({"model": model} if watched else {}))
@@ -101,9 +99,11 @@ def test_everything_goes_by_garbage_collection(device, watched, threads, memory)
     assert threads() and memory() > 0
     del optimizer
     gc.collect()
+    await_collected()
     assert not threads() and memory() == 0
     model(torch.ones(1, 4, device=device)).sum().backward()
     assert not model.weight._post_accumulate_grad_hooks
+    OffloadOptimizer(model.parameters(), model=model).close()
     assert not model._forward_pre_hooks
 
 

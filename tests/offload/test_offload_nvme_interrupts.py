@@ -20,6 +20,7 @@ from optim_cases import BF16, assert_same_bits
 from test_offload_faults import FORK, in_child, is_in
 from torch.utils.data import DataLoader
 
+from deepspeed_ext.collector import await_collected
 from deepspeed_ext.offload.worker import Worker
 
 HELPERS = [Path(__file__).parent, Path(__file__).parents[1] / "optim"]
@@ -325,6 +326,7 @@ def test_a_program_ends_while_pieces_are_read_and_written(how, tmp_path):
         assert run.stderr == ""
 
 
+@pytest.mark.usefixtures("garbage_stays")
 def test_an_optimizer_is_collected_during_backward(tmp_path):
     """With all that it has under way; hooks that were called are over, others do not come."""
     pair = warm(tmp_path)
@@ -341,6 +343,7 @@ def test_an_optimizer_is_collected_during_backward(tmp_path):
     pair.ours.itself = pair.ours
     torch.autograd.backward(outputs, [torch.ones_like(param) for param in pair.params])
     assert pair.ours is None
+    await_collected()
     assert not ring._reads and not ring._writes and ring._free is None
     assert not any(param._post_accumulate_grad_hooks for param in pair.params)
     assert_same_bits(pair.params, weights)

@@ -186,21 +186,18 @@ def test_optimizers_that_are_made_and_dropped_leave_nothing(times, tmp_path):
     assert_flat(before, taken(), times * BUDGET // 10)
 
 
+@pytest.mark.usefixtures("garbage_stays")
 def test_all_goes_with_the_last_reference(tmp_path):
     """Not at the next garbage collection, which knows nothing about the size of a ring."""
     params = few()
     on_disk(tmp_path, params=params).ours.close()
     before = taken()
-    gc.disable()
-    try:
-        optimizer = on_disk(tmp_path, params=params).ours
-        train(optimizer, params, 2)
-        if not torch.cuda.is_available():  # which locks memory in a way of its own
-            assert taken_without_collecting()["locked"] > before["locked"]
-        del optimizer
-        after = taken_without_collecting()
-    finally:
-        gc.enable()
+    optimizer = on_disk(tmp_path, params=params).ours
+    train(optimizer, params, 2)
+    if not torch.cuda.is_available():  # which locks memory in a way of its own
+        assert taken_without_collecting()["locked"] > before["locked"]
+    del optimizer
+    after = taken_without_collecting()
     assert (after["locked"], after["threads"]) == (before["locked"], before["threads"])
     assert after["files"] <= before["files"]
 

@@ -11,6 +11,7 @@ from test_offload_arriving import UnderWay
 from torch import Tensor, nn
 from torch.nn import Parameter
 
+from deepspeed_ext.collector import await_collected
 from deepspeed_ext.offload import OffloadOptimizer
 from deepspeed_ext.offload.arriving import arrive, set_out
 from deepspeed_ext.offload.bucket import HostBucket
@@ -175,6 +176,7 @@ def test_an_error_is_raised_once_by_the_first_touch(monkeypatch):
 
 
 @pytest.mark.parametrize("way", ["close", "gone", "collected"])
+@pytest.mark.usefixtures("garbage_stays")
 def test_classes_are_given_back_by_an_optimizer_that_ends(way, monkeypatch):
     under_way = UnderWay(monkeypatch)
     net, twin, pair = under_way.net, under_way.twin, under_way.pair
@@ -186,6 +188,7 @@ def test_classes_are_given_back_by_an_optimizer_that_ends(way, monkeypatch):
             pair.ours.itself = pair.ours
         pair.ours = None
         gc.collect()
+        await_collected()
     assert all(type(p) is Parameter and not vars(p) for p in net.parameters())
     assert_same_bits(net.parameters(), twin.parameters())
 

@@ -251,7 +251,7 @@ NUMBERS: dict[str, Callable[..., Any]] = {
         lambda n: ops.scaled_upper_triang_masked_softmax(X, n),
     "bias_dropout_residual p": lambda n: ops.bias_dropout_residual(X, p=n),
     "dropout_activation p": lambda n: ops.dropout_activation(X, p=n),
-    "dropout_attention p": lambda n: ops.dropout_attention(Q, Q, Q, p=n),
+    "dropout_attention p": lambda n: ops.dropout_attention(*[Q[None]] * 3, p=n),
     "cross_entropy label_smoothing": lambda n: ops.cross_entropy(X, TARGET, label_smoothing=n),
     "cross_entropy z_loss": lambda n: ops.cross_entropy(X.clone(), TARGET, z_loss=n, inplace=True),
     "rms_norm eps": lambda n: ops.rms_norm(X, eps=n),

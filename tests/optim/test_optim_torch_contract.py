@@ -1,6 +1,5 @@
 """What torch promises of every optimizer: closures, hooks, versions, threads, memory, compile."""
 
-import gc
 import resource
 import subprocess
 import sys
@@ -122,25 +121,22 @@ def test_two_optimizers_in_two_threads():
         assert_same_bits(together[seed], alone[seed])
 
 
+@pytest.mark.usefixtures("garbage_stays")
 def test_memory_goes_with_the_last_reference():
     """Not at the next garbage collection, which knows nothing about the size of tensors."""
     params = [Parameter(torch.ones(1000)) for _ in range(3)]
     for p in params:
         p.grad = torch.ones(1000)
-    gc.disable()
-    try:
-        optimizer = adam(params)
-        optimizer.step()
-        optimizer.load_state_dict(optimizer.state_dict())
-        optimizer.step()
-        entry = optimizer.state[params[0]]
-        buffer = weakref.ref(optimizer._plans._plans[0].buckets[0])
-        alive = weakref.ref(optimizer)
-        del optimizer
-        assert alive() is None and buffer() is None
-        entry["exp_avg"] = None  # an entry that has outlived its optimizer is just a dict
-    finally:
-        gc.enable()
+    optimizer = adam(params)
+    optimizer.step()
+    optimizer.load_state_dict(optimizer.state_dict())
+    optimizer.step()
+    entry = optimizer.state[params[0]]
+    buffer = weakref.ref(optimizer._plans._plans[0].buckets[0])
+    alive = weakref.ref(optimizer)
+    del optimizer
+    assert alive() is None and buffer() is None
+    entry["exp_avg"] = None  # an entry that has outlived its optimizer is just a dict
 
 
 def test_a_thousand_optimizers_leave_nothing_behind():

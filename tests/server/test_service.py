@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ from test_command_line import write_tokenizer
 from deepspeed_ext.inference.requests.stream import Piece
 from deepspeed_ext.server.body import Limits
 from deepspeed_ext.server.metrics import Histogram
+from deepspeed_ext.server.run import Settings, run
 from deepspeed_ext.server.service import Running, Service
 
 LONG: dict[str, Any] = dict(prompt="a", max_tokens=3000, temperature=0)
@@ -280,6 +282,28 @@ def test_sigterm(folder: Path, grace: str) -> None:
     else:
         assert last["error"]["message"].startswith("the server is closing")
         assert 0 < len(events) < count
+
+
+@pytest.mark.parametrize("fails", [True, False])
+def test_who_calls_run_keeps_handlers_of_signals(fails: bool) -> None:
+    def load() -> Any:
+        if fails:
+            raise ValueError("no engine")
+        return engine()
+
+    def mine(*_: Any) -> None:
+        pytest.fail("while it serves, it has the signals")
+
+    assert threading.current_thread() is threading.main_thread()
+    numbers = signal.SIGTERM, signal.SIGINT
+    before = [signal.signal(number, mine) for number in numbers]
+    try:
+        with pytest.raises(ValueError, match="no engine") if fails else nullcontext():
+            run(load, Settings("m", port=0), lambda _: signal.raise_signal(signal.SIGTERM))
+        assert [signal.getsignal(number) for number in numbers] == [mine, mine]
+    finally:
+        for number, handler in zip(numbers, before, strict=True):
+            signal.signal(number, handler)
 
 
 def test_what_the_command_line_refuses(folder: Path, tmp_path: Path) -> None:

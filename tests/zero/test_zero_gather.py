@@ -2,6 +2,7 @@
 
 import contextlib
 import itertools
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -14,6 +15,8 @@ from torch.distributed.tensor import DTensor
 from zero_cases import Net, assert_close, home, loss_of, whole
 
 from deepspeed_ext import zero
+from deepspeed_ext.compat import zero as compat
+from deepspeed_ext.zero import gather
 
 
 def gathers(row, folder):
@@ -126,6 +129,48 @@ def bodies_that_raise(row, folder):
         raise KeyError
 
 
+def begins_that_fail(row, folder):
+    """For want of memory, at each of the parameters: all is as before, also of one around it."""
+    model, other = (zero.shard(Net(), int(row)) for _ in range(2))
+    optimizers = [torch.optim.SGD(each.parameters(), lr=0.5) for each in (model, other)]
+    kinds = [type(param) for param in model.parameters()]
+    for at in range(len(kinds)):
+        with fails_after(at):
+            zero.GatheredParameters(model, 0).__enter__()
+        assert kinds == [type(param) for param in model.parameters()]
+    with zero.GatheredParameters(model.head, 0):
+        with fails_after(1):
+            zero.GatheredParameters(model).__enter__()
+        assert type(model.head.weight) is nn.Parameter and model.head.weight.numel()
+        model.head(torch.ones(1, model.head.in_features))
+    for each, optimizer in zip((model, other), optimizers, strict=True):
+        loss_of(each, 0).backward()
+        optimizer.step()
+    with zero.GatheredParameters(model, 0), zero.GatheredParameters(other):
+        pairs = zip(model.parameters(), other.parameters(), strict=True)
+        assert all(torch.equal(ours, theirs) for ours, theirs in pairs)
+    with compat.Init():
+        layer = nn.Linear(4, 4)
+    with fails_after(1):
+        compat.GatheredParameters(layer.parameters()).__enter__()
+    for param in layer.parameters():
+        assert param.ds_status is compat.ZeroParamStatus.NOT_AVAILABLE and not param.data.numel()
+
+
+@contextlib.contextmanager
+def fails_after(count):
+    """Have memory for so many whole parameters."""
+    whole_ones = [gather._full] * count
+
+    def full(*given):
+        if not whole_ones:
+            raise torch.OutOfMemoryError("no memory")
+        return whole_ones.pop()(*given)
+
+    with patch.object(gather, "_full", full), pytest.raises(torch.OutOfMemoryError):
+        yield
+
+
 def refusals(row, folder):
     model = zero.shard(Net(), 2)
     for params, name in ((model.head.weight, "params[0]"), (model, "blocks.1.down.weight")):
@@ -170,6 +215,7 @@ CASES = [
     Case(2, "nested", ""),
     Case(2, "loads", ""),
     Case(2, "bodies_that_raise", ""),
+    *(Case(2, "begins_that_fail", stage) for stage in "23"),
     Case(2, "refusals", ""),
 ]
 LONG = ("gathers-hybrid-4",)

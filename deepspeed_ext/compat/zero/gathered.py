@@ -81,8 +81,12 @@ class GatheredParameters:
                 rank = ranks[rank]
         inner = _Gathered(self._kept, rank, inside=models_of(self._kept), as_used=True)
         for param in self._kept:
-            describe(param, is_whole=True)
-        inner.__enter__()
+            describe(param, is_whole=True)  # which is shown of the whole ones, too
+        try:
+            inner.__enter__()
+        except BaseException:
+            self._describe()
+            raise
         self._inner = inner
 
     def __exit__(self, *error: Any) -> None:
@@ -90,11 +94,14 @@ class GatheredParameters:
         try:
             self._inner.__exit__(*error)
         finally:
-            for param in self._kept:
-                describe(param, is_whole=is_shown(param))
+            self._describe()
         if self._rank is not None and dist.is_initialized():
             for param in self._plain:
                 _broadcast(param, self._rank)
+
+    def _describe(self) -> None:
+        for param in self._kept:
+            describe(param, is_whole=is_shown(param))
 
 
 class _Gathered(zero.GatheredParameters):

@@ -1,12 +1,6 @@
-"""Init as DeepSpeed's users call it: a model is built of which each process keeps its own rows.
-
-Here the process has state: which Init is the innermost one that is under way, and while one is,
-torch's hook on parameters that are registered and nn.Module.apply.
-"""
+"""Init as DeepSpeed's users call it: a model is built of which each process keeps its own rows."""
 
 import sys
-import threading
-from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
@@ -14,10 +8,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.nn.parameter import is_lazy
 
-from deepspeed_ext.compat.zero.gathered import GatheredParameters
+from deepspeed_ext.compat.zero import under_way
 from deepspeed_ext.compat.zero.parameters import describe, number
 from deepspeed_ext.config.config import Config, examine
 from deepspeed_ext.dtensors import is_dtensor
@@ -27,7 +20,6 @@ from deepspeed_ext.zero.all_processes import DIMENSIONS, device_of_group, mesh_o
 from deepspeed_ext.zero.rows import RowsParameter, keep
 
 _OP = "compat.zero.Init"
-_under_way: list["Init"] = []
 
 
 class Init:
@@ -108,38 +100,33 @@ class Init:
         group = data_parallel_group or (mpu and mpu.get_data_parallel_group())
         self._mesh = _mesh(group, device)
         self._dtype = dtype
-        self._thread = threading.get_ident()
         self._open: list[nn.Module] = []  # modules with whole parameters
-        self._ends: list[Callable[[], None]] = []
         for inner in module.modules() if module is not None else ():
             self._keep(inner)
 
     def __enter__(self) -> "Init":
-        if self._is_enabled:
-            hook = register_module_parameter_registration_hook(self._registered)
-            self._ends = [hook.remove, _patch_apply()]
-            _under_way.append(self)
+        if self._is_enabled and not under_way.begin(self):
+            raise RuntimeError(
+                f"{_OP}: this Init is under way already, expected one that is not; make another one"
+            )
         return self
 
     def __exit__(self, kind: object, error: object, trace: object) -> None:
         if not self._is_enabled:
             return
-        _under_way.remove(self)
-        for end in reversed(self._ends):
-            end()
+        around: list[Any] | None = under_way.end(self)
+        if around is None:
+            raise RuntimeError(f"{_OP}: this Init is not under way, expected one that is")
         modules, self._open = self._open, []
         if kind is None:  # else other processes may not be here
-            outer = _under_way[-1] if _under_way else None
             for module in modules:
-                if outer is not None and _is_being_made(module):
-                    outer._open.append(module)
+                if around and _is_being_made(module):
+                    around[-1]._open.append(module)
                 else:
                     self._keep(module)
 
-    def _registered(self, module: nn.Module, name: str, param: nn.Parameter | None) -> None:
+    def registered(self, module: nn.Module) -> None:
         """Keep rows of modules that are made, as another one begins to be."""
-        if _under_way[-1] is not self or threading.get_ident() != self._thread:
-            return
         for made in [m for m in self._open if m is not module and not _is_being_made(m)]:
             self._open.remove(made)
             self._keep(made)
@@ -191,26 +178,3 @@ def _is_being_made(module: nn.Module) -> bool:
         if is_constructor and frame.f_locals.get(code.co_varnames[0]) is module:
             return True
     return False
-
-
-def _patch_apply() -> Callable[[], None]:
-    """Let apply gather what a module has itself before its function sees the module."""
-    plain = nn.Module.apply
-
-    def apply(model: nn.Module, fn: Callable[[nn.Module], None]) -> nn.Module:
-        def gathered(module: nn.Module) -> None:
-            with GatheredParameters(module.parameters(recurse=False), modifier_rank=0):
-                fn(module)
-
-        for child in model.children():
-            child.apply(fn)
-        gathered(model)
-        return model
-
-    patched: Any = nn.Module
-    patched.apply = apply
-
-    def end() -> None:
-        patched.apply = plain
-
-    return end

@@ -15,6 +15,7 @@ from deepspeed_ext.io.engine.arguments import Settings, backend_to_ask_for, chec
 from deepspeed_ext.io.engine.future import Future, Job
 from deepspeed_ext.io.engine.in_flight import InFlight
 from deepspeed_ext.io.file import File
+from deepspeed_ext.io.owner import Owner
 from deepspeed_ext.io.tensors import (
     Memory,
     a,
@@ -37,7 +38,7 @@ _MOST = (1 << 63) - 1  # offset of the end of a file
 _log = logging.getLogger("deepspeed_ext")
 
 
-class AsyncIO:
+class AsyncIO(Owner):
     """An engine that moves tensors between memory and files.
 
     Many transfers may be under way at once, on one file too, as long as no two of them meet in the

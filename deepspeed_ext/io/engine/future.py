@@ -14,6 +14,7 @@ from typing import Any, NoReturn, Protocol
 from torch import Tensor
 
 from deepspeed_ext.io.engine.watcher import Watcher
+from deepspeed_ext.io.owner import Owner
 from deepspeed_ext.io.tensors import Memory, a
 
 _SLICE = 0.1  # seconds between two looks at signals
@@ -69,7 +70,7 @@ class Job(Protocol):
         """Put the number there once it is done, be it now."""
 
 
-class Future(concurrent.futures.Future[Tensor]):
+class Future(Owner, concurrent.futures.Future[Tensor]):
     """The tensor of a transfer, once every byte of it has moved.
 
     Made by AsyncIO and TensorStore. Any thread may ask, and as often as it likes. It is a

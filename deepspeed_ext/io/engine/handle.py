@@ -12,6 +12,7 @@ from torch import Tensor
 from deepspeed_ext.io.engine.async_io import AsyncIO
 from deepspeed_ext.io.engine.future import Future
 from deepspeed_ext.io.engine.pinned import PinnedBuffer
+from deepspeed_ext.io.owner import Owner
 from deepspeed_ext.io.regular_file import kind_of
 from deepspeed_ext.io.tensors import Memory, a, byte_view, plain
 
@@ -22,7 +23,7 @@ _LOCKED = "_deepspeed_ext_locked"  # of a storage: whether the kernel has locked
 FileName = str | os.PathLike[str] | int
 
 
-class aio_handle:
+class aio_handle(Owner):
     """Read and write tensors with the familiar calls.
 
     Existing code runs. What differs is what used to go wrong: a failure raises (it does not return

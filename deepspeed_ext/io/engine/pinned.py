@@ -21,13 +21,14 @@ import torch
 from torch import Tensor
 
 from deepspeed_ext.io._native import native
+from deepspeed_ext.io.owner import Owner
 from deepspeed_ext.op_builder.log import logger
 from deepspeed_ext.torch_internals.processes import has_cuda_context
 
 _PORTABLE = 1  # cudaHostRegisterPortable: pinned for every device
 
 
-class PinnedBuffer:
+class PinnedBuffer(Owner):
     """Allocate page-aligned host memory, locked where possible.
 
     Nothing here makes a CUDA context. The memory is registered with CUDA when CUDA is initialised
@@ -118,7 +119,7 @@ class PinnedBuffer:
         return f"PinnedBuffer({self.nbytes}, {how})"
 
 
-class PinnedPool:
+class PinnedPool(Owner):
     """Hand out pinned memory within a budget.
 
     Memory returns to the pool when the last tensor of it is gone. It stays locked for the next

@@ -19,6 +19,7 @@ from deepspeed_ext.io.engine.async_io import AsyncIO
 from deepspeed_ext.io.engine.future import Future, check_timeout
 from deepspeed_ext.io.engine.in_flight import InFlight
 from deepspeed_ext.io.file import File
+from deepspeed_ext.io.owner import Owner
 from deepspeed_ext.io.regular_file import path_text
 from deepspeed_ext.io.store.checks import checksum_of, target_of, verified
 from deepspeed_ext.io.store.durable import commit, open_durable
@@ -32,7 +33,7 @@ from deepspeed_ext.io.tensors import Memory, check_kind, empty, is_plain, plain
 _log = logging.getLogger("deepspeed_ext")
 
 
-class TensorStore:
+class TensorStore(Owner):
     """Keep named tensors on disk, in one file, as a dictionary does in memory.
 
     A scratch store is a file without a name: nothing is to be seen in the folder, two stores there
@@ -69,6 +70,8 @@ class TensorStore:
         ValueError: read_only without durable; path is empty.
     """
 
+    _ended = True  # until there is something to end
+
     def __init__(
         self,
         path: str | bytes | os.PathLike[str],
@@ -76,7 +79,6 @@ class TensorStore:
         engine: AsyncIO | None = None,
         read_only: bool = False,
     ) -> None:
-        self._ended = True  # until there is something to end
         self._is_shown = False  # in memory, where a file that got shorter would be a signal
         if read_only and not durable:
             raise ValueError("TensorStore: read_only is True for scratch, expected durable=True")

@@ -67,12 +67,12 @@ def keep_at_rest(
     module: nn.Module, rests: Callable[[Tensor], bool], memory_for: Memory
 ) -> Callable[[], None]:
     """Let moves of a module leave its own parameters that rest; return what ends that."""
-    module.__dict__[APPLY] = _Apply(module, rests, memory_for)
+    module.__dict__[APPLY] = made = _Apply(module, rests, memory_for)
     reference = weakref.ref(module)
 
     def end() -> None:
         known = reference()
-        if known is not None:
-            known.__dict__.pop(APPLY, None)
+        if known is not None and known.__dict__.get(APPLY) is made:
+            del known.__dict__[APPLY]
 
     return end

@@ -4,7 +4,7 @@ import os
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from functools import partial
 from typing import Any
 
@@ -31,6 +31,7 @@ from deepspeed_ext.zero.streaming.arguments import (
 )
 from deepspeed_ext.zero.streaming.fetched import Fetched
 from deepspeed_ext.zero.streaming.gradients import Gradients, nothing
+from deepspeed_ext.zero.streaming.hooks import Hook
 from deepspeed_ext.zero.streaming.moves import keep_at_rest
 from deepspeed_ext.zero.streaming.order import Order
 from deepspeed_ext.zero.streaming.pieces import Piece
@@ -75,8 +76,9 @@ class Stream:
         self._of_disk = of_disk or self._gradients
         self._blocks = weakref.WeakSet(blocks.values())
         self._order = {False: Order(blocks.values()), True: Order(reversed([*blocks.values()]))}
-        self._windows = Windows()
+        self._windows = Windows({})
         self._lock = threading.RLock()  # autograd has threads of its own
+        self._has_ended = False
         self._held: list[Fetched] = []  # for backward, the one that was used last is the last
         self._ahead: dict[nn.Module, Fetched] = {}  # for the forward of the model that goes on
         self._last: Piece | None = None  # that backward has wanted
@@ -97,7 +99,8 @@ class Stream:
             for param in params:
                 self._blocks_of[param] = weakref.ref(block)
                 set_home(param, home)
-        begin, end = _Hook(self, "begin_forward"), _Hook(self, "end_forward")
+        self._hooked = weakref.WeakSet[nn.Module]()  # copies of them have hooks, too
+        begin, end = Hook(self, "begin_forward"), Hook(self, "end_forward")
         self._removes = [
             model.register_forward_pre_hook(begin, prepend=True).remove,
             model.register_forward_hook(end, always_call=True).remove,
@@ -108,7 +111,8 @@ class Stream:
                 if module is block or any(
                     param in self._blocks_of for param in module.parameters(recurse=False)
                 ):
-                    before, after = _Hook(self, "enter"), _Hook(self, "leave")
+                    self._hooked.add(module)
+                    before, after = Hook(self, "enter"), Hook(self, "leave")
                     self._removes += [
                         module.register_forward_pre_hook(before, prepend=True).remove,
                         module.register_forward_hook(after, always_call=True).remove,
@@ -137,10 +141,34 @@ class Stream:
     def close(self) -> None:
         """Stream no more: parameters stay where they are, and the model is an ordinary one.
 
-        A scratch file stays as long as it is the memory of any tensor.
+        A scratch file stays as long as it is the memory of any tensor. More calls do nothing, but
+        finish one that an error has ended.
+
+        Raises:
+            RuntimeError: a block computes in another thread; nothing was changed.
         """
+        with self._lock:
+            if not self._has_ended:
+                self._check_others()
+                self._end()
+                self._has_ended = True
+            model = self._model()
+            if model is not None and getattr(model, _MARK, None) is self:
+                object.__delattr__(model, _MARK)  # the last of it: now others may stream the model
+            if self._scratch is not None:
+                self._scratch.close()
+
+    def _check_others(self) -> None:
+        for window in self._windows.of_others():
+            raise RuntimeError(
+                f"{OP}: close() is called while a {type(window.module).__name__} computes in"
+                " another thread, expected none that does"
+            )
+
+    def _end(self) -> None:
         for remove in self._removes:
             remove()
+        self._windows.close_left()
         self._windows.close_all()
         self._let_go()
         for param in self._blocks_of:
@@ -148,12 +176,9 @@ class Stream:
         for block in self._blocks:
             block.__dict__.pop(_BLOCK, None)
         model = self._model()
-        if model is not None and getattr(model, _MARK, None) is self:
-            object.__delattr__(model, _MARK)
+        if model is not None:
             for param in model.parameters():
                 set_beside(param, False)
-        if self._scratch is not None:
-            self._scratch.close()
 
     def __deepcopy__(self, memo: Any) -> "Stream":
         return self  # hooks of a copy of the model go on calling it
@@ -200,6 +225,8 @@ class Stream:
     @untraced_where_compiled
     def enter(self, module: nn.Module, *_: Any) -> None:
         """Put fetched weights in the place of parameters, if they are not there."""
+        with self._lock:
+            self._windows.close_left()
         check_thread(module)
         is_block = _BLOCK in module.__dict__
         self._forget_broken_calls(module, is_block)
@@ -218,7 +245,12 @@ class Stream:
         slots = [Slot(at, name, rows[id(param)]) for param, at, name in found]
         home = home_of(piece.params[0])
         home = home if isinstance(home, Gradients) else self._gradients
-        self._windows.begin(Window(module, self, home, got, slots))
+        window = Window(module, self, home, got, slots)
+        with self._lock:
+            if self._has_ended and module in self._hooked:  # meanwhile, by another thread
+                self._let_go()
+                return
+            self._windows.begin(window)
 
     def _forget_broken_calls(self, module: nn.Module, is_block: bool) -> None:
         """Begin anew where Ctrl-C has left calls open, of which torch tells no hook."""
@@ -356,30 +388,6 @@ class Stream:
         """Return all that is to be fetched of a block, or None."""
         found = list(slots_of(block, True, self._is_streamed))
         return _piece(found, block) if found else None
-
-
-class _Hook:
-    """Calls a method of a stream; a pickle of it does nothing, a copy is of the same stream."""
-
-    def __init__(self, stream: Stream, name: str) -> None:
-        self._stream, self._name = stream, name
-
-    def __call__(self, module: nn.Module, *rest: Any) -> None:
-        getattr(self._stream, self._name)(module, *rest)
-
-    def __deepcopy__(self, memo: Any) -> "_Hook":
-        return self
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _hook_of_nothing, ()
-
-
-def _hook_of_nothing() -> Callable[..., None]:
-    return _do_nothing
-
-
-def _do_nothing(*_: Any) -> None:
-    pass
 
 
 def _found(piece: Piece, ahead: Iterable[Fetched]) -> Fetched | None:

@@ -5,6 +5,7 @@ A weight stands in the module's own dictionary, where attributes are looked for 
 """
 
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from threading import get_ident
 from typing import Any, NamedTuple
@@ -138,11 +139,40 @@ def _weights(gradients: Gradients, got: Fetched) -> list[Tensor]:
     return [given[i] if i in given else got.weight(i) for i in range(len(params))]
 
 
-class Windows(threading.local):
-    """The windows that are open in this thread, the innermost last."""
+class _Thread:
+    """Is there as long as a thread is."""
 
-    def __init__(self) -> None:
+
+class Windows(threading.local):
+    """The windows that are open in this thread, the innermost last.
+
+    Args:
+        of_threads: the same lists for all of them, empty at first; who begins or closes some
+            in one thread and asks for others' in another one has a lock.
+    """
+
+    def __init__(self, of_threads: "dict[weakref.ref[_Thread], list[Window | Packing]]") -> None:
         self.open: list[Window | Packing] = []
+        self._thread = _Thread()
+        self._of_threads = of_threads
+        of_threads[weakref.ref(self._thread)] = self.open
+
+    def of_others(self) -> list[Window | Packing]:
+        """Return those that are open in other threads."""
+        lists = self._of_threads.copy().items()
+        return [
+            window
+            for thread, windows in lists
+            if thread() is not None and windows is not self.open
+            for window in windows
+        ]
+
+    def close_left(self) -> None:
+        """Close those of threads that have ended in the middle of a call, as by sys.exit()."""
+        for thread, windows in self._of_threads.copy().items():
+            if thread() is None:
+                _close_all(windows)
+                self._of_threads.pop(thread, None)
 
     def pack_again(self, module: nn.Module) -> None:
         """See that nobody's hooks, as those of a checkpoint, save weights of the innermost window.
@@ -166,7 +196,7 @@ class Windows(threading.local):
     def close(self, module: nn.Module) -> None:
         """Close the innermost one if it is of this module."""
         if self.open and self.open[-1].module is module:
-            self._close_innermost()
+            _close_innermost(self.open)
 
     def has(self, module: nn.Module) -> bool:
         """Tell whether one is of this module."""
@@ -174,12 +204,17 @@ class Windows(threading.local):
 
     def close_all(self) -> None:
         """Close all, as nothing is being called any more."""
-        while self.open:
-            self._close_innermost()
+        _close_all(self.open)
 
-    def _close_innermost(self) -> None:
-        self.open[-1].close()
-        self.open.pop()  # behind that: what Ctrl-C leaves of it is closed by the next forward
+
+def _close_all(windows: list[Window | Packing]) -> None:
+    while windows:
+        _close_innermost(windows)
+
+
+def _close_innermost(windows: list[Window | Packing]) -> None:
+    windows[-1].close()
+    windows.pop()  # behind that: what Ctrl-C leaves of it is closed by the next forward
 
 
 def check_thread(module: nn.Module) -> None:

@@ -22,25 +22,21 @@ def doubled(graphs: Graphs, x: Tensor, before: Callable[[], object]) -> Tensor:
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 @pytest.mark.parametrize("device", ["cuda"])
+@pytest.mark.usefixtures("garbage_stays")
 def test_graphs_that_nobody_has_may_go_while_another_is_recorded(
     device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As engines do that were in a cycle, whenever Python collects them."""
     monkeypatch.setattr(torch.compiler.config, "force_cudagraph_gc", False)
     x = torch.arange(5.0, device=device)
-    gc.collect()
-    gc.disable()
-    try:
-        graphs = Graphs(x.device)
-        doubled(graphs, x, int)
-        cycle: list[object] = [graphs]
-        cycle.append(cycle)
-        del graphs, cycle
+    graphs = Graphs(x.device)
+    doubled(graphs, x, int)
+    cycle: list[object] = [graphs]
+    cycle.append(cycle)
+    del graphs, cycle
 
-        def collect() -> None:
-            if torch.cuda.is_current_stream_capturing():
-                assert gc.collect() > 0
+    def collect() -> None:
+        if torch.cuda.is_current_stream_capturing():
+            assert gc.collect() > 0
 
-        assert doubled(Graphs(x.device), x, collect).tolist() == [0, 2, 4, 6, 8]
-    finally:
-        gc.enable()
+    assert doubled(Graphs(x.device), x, collect).tolist() == [0, 2, 4, 6, 8]

@@ -74,18 +74,15 @@ def test_a_stream_may_be_closed_within_a_step(monkeypatch: pytest.MonkeyPatch) -
     tiny.check_all_is_free(engine)
 
 
+@pytest.mark.usefixtures("garbage_stays")
 def test_a_client_that_went_away_is_collected_within_a_step(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     engine = tiny.engine(max_batch=4)
     expected = engine.generate(PROMPTS, **MANY)
-    gc.disable()
-    try:
-        Client(engine)
-        with within_a_step(monkeypatch, gc.collect):
-            assert engine.generate(PROMPTS, **MANY) == expected
-    finally:
-        gc.enable()
+    Client(engine)
+    with within_a_step(monkeypatch, gc.collect):
+        assert engine.generate(PROMPTS, **MANY) == expected
     tiny.check_all_is_free(engine)
 
 
