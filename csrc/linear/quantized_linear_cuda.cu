@@ -47,12 +47,13 @@ struct AsFloats : ByTensorCores<cuda::CodesCall> {
   }
 };
 
-// The same with up to 16 rows of x, on 9.0 and newer alone.
+// The same of groups of 128 with up to 16 rows of x, on 9.0 and newer alone.
 template <class T_, bool kAsymmetric>
 struct InRings : AsFloats<T_, kAsymmetric> {
   static constexpr bool kOffsets = kAsymmetric;
   template <int kColumnTiles>
-  using Products = cuda::CodeProducts<T_, DSX_BITS, kColumnTiles, kAsymmetric, true>;
+  using Products = cuda::CodesOf128<T_, DSX_BITS, kColumnTiles, kAsymmetric>;
+  static constexpr int kGroups = Products<1>::kGroups;
 };
 
 // The same, symmetric, with more than 16 rows of x, on 9.0 alone.

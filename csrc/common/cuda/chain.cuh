@@ -101,6 +101,22 @@ __device__ inline void write_in_cluster(float* near, int blocks, unsigned rank, 
   *near = value;
 }
 
+// The same while the thread goes on: the barrier of that block that is where this one has `barrier`
+// counts the bytes. For compute capability 9.0 and newer; in a cluster of several blocks.
+__device__ inline void send_in_cluster(float* near, uint64_t* barrier, unsigned rank, float value) {
+#if __CUDA_ARCH__ >= 900
+  unsigned address = unsigned(__cvta_generic_to_shared(near));
+  unsigned counter = unsigned(__cvta_generic_to_shared(barrier));
+  asm volatile("mapa.shared::cluster.u32 %0, %0, %1;" : "+r"(address) : "r"(rank));
+  asm volatile("mapa.shared::cluster.u32 %0, %0, %1;" : "+r"(counter) : "r"(rank));
+  asm volatile(
+      "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.f32 [%0], %1, [%2];" ::"r"(
+          address),
+      "f"(value), "r"(counter)
+      : "memory");
+#endif
+}
+
 struct Launch {
   unsigned blocks;
   int threads;
