@@ -154,6 +154,14 @@ struct WeightRows {
         before(of_x.number * call.weight_rows()),
         share(of_x) {}
 
+  // The same of the first cluster of so many columns each, and the only weight.
+  __device__ WeightRows(int of_weight, int of_cluster, int x_rows, unsigned cluster)
+      : parts(of_weight),
+        columns(of_cluster),
+        first(int64_t(cluster) * columns),
+        before(0),
+        share{0, 0, x_rows} {}
+
   // Where a part begins in the weight.
   __device__ int64_t begin(const FewRows& call, int part) const {
     return before + part * call.columns + first;

@@ -308,28 +308,44 @@ void set_stages(Geometry& geometry, const Device& device, int64_t blocks) {
   geometry.asked = is_small ? std::min(geometry.k_part_steps, all / (more ? 8 : 16)) : 0;
 }
 
+// What the copy engine brings at a time: some rows by some lines of each.
+struct Boxes {
+  int weight_rows, weight_lines, x_rows, x_lines, scale_rows, scale_columns;
+};
+
+inline Boxes boxes_of_stage(const Geometry& geometry) {
+  const int columns = geometry.columns * geometry.cluster, lines = geometry.lines;
+  return {columns, lines, geometry.x_rows, lines * geometry.x_lines, lines * geometry.scale_lines,
+          columns};
+}
+
 // Whether all that comes near can be copied by the engine; makes maps for it.
 template <class Kind>
-bool make_maps(Maps<Kind::kScaled>& maps, const typename Kind::Call& call,
-               const Geometry& geometry) {
+bool make_maps(Maps<Kind::kScaled>& maps, const typename Kind::Call& call, const Boxes& boxes) {
   const Matrix weight = Kind::weight(call).matrix(), x = Kind::x(call).matrix();
-  const int columns = geometry.columns * geometry.cluster;
   if (Kind::x(call).rows.group != 0 || Kind::weight(call).rows.group != 0) return false;
   if (!fits_tma_tiles(weight) || !fits_tma_tiles(x)) return false;
-  if (!make_map(maps.weight, weight, columns, geometry.lines)) return false;
-  if (!make_map(maps.x, x, geometry.x_rows, geometry.lines * Kind::kXLines)) return false;
+  if (!make_map(maps.weight, weight, boxes.weight_rows, boxes.weight_lines)) return false;
+  if (!make_map(maps.x, x, boxes.x_rows, boxes.x_lines)) return false;
   if constexpr (Kind::kScaled) {
     // A rectangle of floats begins at a multiple of 16 bytes.
     if ((call.gated || Kind::kGrouped) && call.columns % 4 != 0) return false;
     const Scales scales = Kind::scales(call);
-    const int rows = geometry.scale_lines * geometry.lines;
     const auto make = [&](CUtensorMap& map, const float* data) {
-      return make_tile_map(map, data, scales.groups, scales.pitch, scales.pitch, rows, columns);
+      return make_tile_map(map, data, scales.groups, scales.pitch, scales.pitch, boxes.scale_rows,
+                           boxes.scale_columns);
     };
     if (!make(maps.scales, scales.scales)) return false;
     if (scales.offsets != nullptr && !make(maps.offsets, scales.offsets)) return false;
   }
   return true;
+}
+
+// Writes call.inverses, if the kernel is to read them.
+inline void launch_inverses(const FewRows& call, cudaStream_t stream, const char* op) {
+  if (call.inverses == nullptr) return;
+  const Launch how{unsigned(call.rows), kWarp, 0, 1, can_chain(inverses_kernel, op)};
+  launch_kernel(inverses_kernel, how, stream, op, call);
 }
 
 // Does nothing and returns false if it cannot: warps that multiply together take what the copy
@@ -344,7 +360,7 @@ bool launch_few_rows(const typename Kind::Call& call, const Device& device, cuda
   const int64_t blocks = ceil_div(call.columns, columns) * geometry.cluster;
   set_stages<Kind, kColumnTiles>(geometry, device, blocks);
   Maps<Kind::kScaled> maps = {};
-  geometry.by_engine = chained && make_maps<Kind>(maps, call, geometry);
+  geometry.by_engine = chained && make_maps<Kind>(maps, call, boxes_of_stage(geometry));
   if (Kind::kTogether > 1 && !geometry.by_engine) return false;
   geometry.weight_aligned = Kind::weight(call).is_aligned();
   geometry.x_aligned = Kind::x(call).is_aligned();
@@ -353,11 +369,7 @@ bool launch_few_rows(const typename Kind::Call& call, const Device& device, cuda
   const int64_t pipeline = int64_t(geometry.stages) * geometry.stage_bytes;
   const Launch how{unsigned(blocks), geometry.threads(),
                    std::max(pipeline, sums) + kTmaTileAlignment, geometry.cluster, chained};
-  if (call.inverses != nullptr) {
-    const bool chained_first = can_chain(inverses_kernel, op);
-    const Launch first{unsigned(call.rows), kWarp, 0, 1, chained_first};
-    launch_kernel(inverses_kernel, first, stream, op, static_cast<const FewRows&>(call));
-  }
+  launch_inverses(call, stream, op);
   launch_kernel(kernel, how, stream, op, call, geometry, maps);
   return true;
 }

@@ -24,6 +24,15 @@ struct Sums {
         columns(geometry.columns),
         pitch(geometry.sums_pitch),
         splits(geometry.cluster * geometry.groups) {}
+
+  // Of what the first split has there: in pairs, as split-K parts are added in a warp.
+  __device__ float total(const float* first) const {
+    static_assert(kSplitKParts == 4);
+    const int split = rows * pitch;
+    if (splits == 1) return first[0];
+    if (splits == 2) return first[0] + first[split];
+    return (first[0] + first[split]) + (first[2 * split] + first[3 * split]);
+  }
 };
 
 // Where a thread writes what its warp has of a tile beside all rows of x: to whoever finishes it.
@@ -46,11 +55,18 @@ class Sender {
 
   template <int kSums>
   __device__ void send(const float (&values)[kSums]) const {
+    send(values, [&](float* near, int rank, float value) {
+      write_in_cluster(near, cluster_, unsigned(rank), value);
+    });
+  }
+  // The same with write(where this block would have it, whose block it is, value).
+  template <int kSums, class Write>
+  __device__ void send(const float (&values)[kSums], const Write& write) const {
 #pragma unroll
     for (int i = 0; i < kSums; ++i) {
       const int half = i % 4 / 2, m = i / 4 * kColumnTile + i % 2;
       if (m >= rows_) continue;
-      write_in_cluster(near_[half] + m * pitch_, cluster_, unsigned(ranks_[half]), values[i]);
+      write(near_[half] + m * pitch_, ranks_[half], values[i]);
     }
   }
 
@@ -193,8 +209,8 @@ class Finisher {
     const bool norm_after = call_.scaled.is_present() && first_ < sums_.rows;
     const float norm_weight = norm_after ? norm_weight_of<T>(call_, column_) : 0;
     for (int m = first_; m < sums_.rows; m += step_) {
-      const float up = call_.gated ? total(near_ + sums_.columns) : 0;
-      const float result = result_of<T>(call_, m, column_, bias_, inverses, total(near_), up);
+      const float up = call_.gated ? sums_.total(near_ + sums_.columns) : 0;
+      const float result = result_of<T>(call_, m, column_, bias_, inverses, sums_.total(near_), up);
       const T out = narrow<T>(result);
       *out_ = out;
       if (norm_after) begin_norm<T>(call_, m, column_, norm_weight, out);
@@ -204,15 +220,6 @@ class Finisher {
   }
 
  private:
-  // In pairs, as split-K parts are added in a warp.
-  __device__ float total(const float* first) const {
-    static_assert(kSplitKParts == 4);
-    const int split = sums_.rows * sums_.pitch;
-    if (sums_.splits == 1) return first[0];
-    if (sums_.splits == 2) return first[0] + first[split];
-    return (first[0] + first[split]) + (first[2 * split] + first[3 * split]);
-  }
-
   const FewRows& call_;
   const Sums& sums_;
   const int bias_, step_;

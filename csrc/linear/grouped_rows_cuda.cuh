@@ -193,7 +193,7 @@ void launch_grouped_rows(const typename Kind::Call& call, const Device& device, 
   }
   geometry.stages = std::clamp(most / geometry.stage_bytes, 1, kMostStages);
   Maps<Kind::kScaled> maps = {};
-  geometry.by_engine = chained && make_maps<Kind>(maps, call, geometry);
+  geometry.by_engine = chained && make_maps<Kind>(maps, call, boxes_of_stage(geometry));
   geometry.weight_aligned = Kind::weight(call).is_aligned();
   geometry.x_aligned = Kind::x(call).is_aligned();
   const int64_t pipeline = int64_t(geometry.stages) * geometry.stage_bytes;

@@ -3,6 +3,7 @@
 #include "linear/quantized_linear.h"
 
 #include "linear/few_rows_kernel_cuda.cuh"
+#include "linear/few_rows_rings_cuda.cuh"
 #include "linear/quantized_any_cuda.cuh"
 #include "linear/quantized_integers_cuda.cuh"
 #include "linear/quantized_products_cuda.cuh"
@@ -46,6 +47,15 @@ struct AsFloats : ByTensorCores<cuda::CodesCall> {
   }
 };
 
+// The same of groups of 128 with up to 16 rows of x, on 9.0 and newer alone.
+template <class T_, bool kAsymmetric>
+struct InRings : AsFloats<T_, kAsymmetric> {
+  static constexpr bool kOffsets = kAsymmetric;
+  template <int kColumnTiles>
+  using Products = cuda::CodesOf128<T_, DSX_BITS, kColumnTiles, kAsymmetric>;
+  static constexpr int kGroups = Products<1>::kGroups;
+};
+
 // The same, symmetric, with more than 16 rows of x, on 9.0 alone.
 template <class T_>
 struct ByWarpgroups : AsFloats<T_, false> {
@@ -73,6 +83,20 @@ struct AsIntegers : ByTensorCores<cuda::IntegersCall> {
   }
 };
 
+template <class T, bool kAsymmetric, int kTiles>
+void launch_tensor_cores(const cuda::CodesCall& call, const cuda::Device& device,
+                         cudaStream_t stream) {
+  if constexpr (kTiles <= 2) {
+    using Kind = InRings<T, kAsymmetric>;
+    if (cuda::launch_in_rings<Kind, kTiles>(call, device, stream, kOp)) return;
+  } else if constexpr (!kAsymmetric) {
+    const bool fits = device.major == 9 && device.minor == 0;
+    if (fits && cuda::launch_few_rows<ByWarpgroups<T>, kTiles>(call, device, stream, kOp)) return;
+  }
+  cuda::launch_few_rows<AsFloats<T, kAsymmetric>, kTiles>(call, device, stream, kOp);
+}
+
+// All of them give a row the same bits.
 template <class T>
 void launch_tensor_cores(const QuantizedLinear& call, const cuda::Device& device,
                          cudaStream_t stream) {
@@ -80,15 +104,9 @@ void launch_tensor_cores(const QuantizedLinear& call, const cuda::Device& device
   cuda::with_column_tiles(call.rows, [&](auto tiles) {
     constexpr int kTiles = decltype(tiles)::value;
     if (call.weight.offsets == nullptr) {
-      if constexpr (kTiles > 2) {
-        const bool fits = device.major == 9 && device.minor == 0;
-        if (fits && cuda::launch_few_rows<ByWarpgroups<T>, kTiles>(made, device, stream, kOp)) {
-          return;
-        }
-      }
-      cuda::launch_few_rows<AsFloats<T, false>, kTiles>(made, device, stream, kOp);
+      launch_tensor_cores<T, false, kTiles>(made, device, stream);
     } else {
-      cuda::launch_few_rows<AsFloats<T, true>, kTiles>(made, device, stream, kOp);
+      launch_tensor_cores<T, true, kTiles>(made, device, stream);
     }
   });
 }

@@ -115,36 +115,28 @@ struct CodesCall : QuantizedLinear {
   Scales scales;
 };
 
-// Where a lane finds the scales, or offsets, of its two rows of a tile in the part of a stage that
-// has them.
-class ScalePlaces {
+// Where a lane finds the scales, or offsets, of its two rows of a tile among those that are near.
+class LaneScales {
  public:
-  __device__ ScalePlaces(const Scales& scales, const Geometry& geometry, const WeightRows& rows,
-                         int first_row)
-      : scales_(scales), columns_(rows.columns) {
-    offsets_ = unsigned(rows.parts * geometry.scale_step);
+  // Those of `columns` rows are side by side; those of the others, if there are two boxes, and the
+  // offsets of each box come behind.
+  __device__ LaneScales(const Geometry& geometry, int boxes, int columns, int first_row)
+      : columns_(columns) {
+    offsets_ = unsigned(boxes * geometry.scale_step);
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int row = first_row + int(threadIdx.x) % kWarp / 4 + 8 * half;
-      const int part = row >= rows.columns;
-      places_[half] = unsigned(geometry.scale_place + part * geometry.scale_step +
-                               (row - part * rows.columns) * int(sizeof(float)));
+      const int box = row >= columns;
+      places_[half] = unsigned(geometry.scale_place + box * geometry.scale_step +
+                               (row - box * columns) * int(sizeof(float)));
     }
   }
 
-  // Of a line, that share a scale: 1, 2, 4 or 8.
-  __device__ int units() const { return scales_.part_units; }
-
-  // Of line l of a stage, which is that number of the weight; from its first part on.
-  __device__ unsigned of_line(unsigned near, int l, int number) const {
-    const int row = scales_.group_lines == 1
-                        ? l * scales_.line_parts
-                        : scales_.group_of(number) - scales_.group_of(number - l);
-    return near + unsigned(row * columns_ * int(sizeof(float)));
+  // Of a group, whose number among those that are near is `group`.
+  __device__ unsigned of_group(unsigned near, int group) const {
+    return near + unsigned(group * columns_ * int(sizeof(float)));
   }
-  __device__ unsigned next_part(unsigned of_part) const {
-    return of_part + unsigned(columns_ * int(sizeof(float)));
-  }
+  __device__ unsigned next_part(unsigned of_part) const { return of_group(of_part, 1); }
   __device__ void load(float (&scales)[2], unsigned of_part) const {
 #pragma unroll
     for (int half = 0; half < 2; ++half) scales[half] = load_shared(of_part + places_[half]);
@@ -154,9 +146,29 @@ class ScalePlaces {
   }
 
  private:
-  const Scales& scales_;
   const int columns_;
   unsigned offsets_, places_[2];
+};
+
+// The same of any groups, in the part of a stage that has them.
+class ScalePlaces : public LaneScales {
+ public:
+  __device__ ScalePlaces(const Scales& scales, const Geometry& geometry, const WeightRows& rows,
+                         int first_row)
+      : LaneScales(geometry, rows.parts, rows.columns, first_row), scales_(scales) {}
+
+  // Of a line, that share a scale: 1, 2, 4 or 8.
+  __device__ int units() const { return scales_.part_units; }
+
+  // Of line l of a stage, which is that number of the weight; from its first part on.
+  __device__ unsigned of_line(unsigned near, int l, int number) const {
+    return of_group(near, scales_.group_lines == 1
+                              ? l * scales_.line_parts
+                              : scales_.group_of(number) - scales_.group_of(number - l));
+  }
+
+ private:
+  const Scales& scales_;
 };
 
 // Where a lane finds what tensor cores multiply of x: blocks of 32 bytes of each row, four in a
@@ -210,22 +222,18 @@ class FactorPlaces {
 };
 
 // Sums of a tile beside kColumnTiles times 8 rows of x, in the order that multiply_matrices has.
-template <class T, int kBits, int kColumnTiles, bool kAsymmetric>
-class CodeProducts {
+// Places has what LaneScales has. kLean: with few registers, and so with little of x ahead of the
+// products.
+template <class T, int kBits, int kColumnTiles, bool kAsymmetric, class Places, bool kLean>
+class CodeSums {
  public:
   static constexpr int kSums = kColumnTiles * 4;
-  static constexpr bool kInOrder = false;
-  static constexpr bool kFillsRegisters = kColumnTiles > 2;
 
-  __device__ CodeProducts(const CodesCall& call, const Geometry& geometry, const WeightRows& rows,
-                          int first_row)
-      : scales_(call.scales, geometry, rows, first_row),
+  // The row of the weight that this lane loads is that line of those near.
+  __device__ CodeSums(const Geometry& geometry, const Places& scales, int line)
+      : scales_(scales),
         factors_(geometry),
-        weight_step_(unsigned(rows.columns * kLineBytes)) {
-    const int lane = threadIdx.x % kWarp;
-    const int line = rows.line(geometry, first_row + lane % kTileRows);
-    weight_place_ = unsigned(place_in_tma_tile(line, lane / kTileRows));
-    lines_ = int(ceil_div(call.weight.row_bytes, int64_t(kLineBytes)));
+        weight_place_(unsigned(place_in_tma_tile(line, int(threadIdx.x) % kWarp / kTileRows))) {
     clear();
   }
 
@@ -238,41 +246,22 @@ class CodeProducts {
     for (int i = 0; i < kSums; ++i) sums[i] = totals_[i] * kCodeOfFraction<kBits, T>;
   }
 
-  // Adds the products of line l of a stage, which is that number of the weight. There is code for
-  // each number of units that share a scale, so that nothing in it depends on a condition.
-  __device__ void add(const char* stage, int l, int number) {
-    if (number >= lines_) return;  // of the last split-K parts: zeros
-    const unsigned near = shared_address(stage);
-    const unsigned of_line = scales_.of_line(near, l, number);
-    switch (scales_.units()) {
-      case 1: return add<1, true>(near, l, of_line);
-      case 2: return add<2, true>(near, l, of_line);
-      case 4: return add<4, true>(near, l, of_line);
-      default: return add<kMostUnits, false>(near, l, of_line);
-    }
-  }
-
- private:
-  static constexpr int kBlocks = 8 / kBits;  // of 16 products each, of a unit
   static constexpr int kXLines = 16 / kBits;
   // Units that are added up before they become part of the totals, at most: 128 elements.
   static constexpr int kMostUnits = kBits == 4 ? 4 : 8;
-  // Blocks whose x is asked for before the first product waits for any.
-  static constexpr int kAhead = 8 / kColumnTiles * kBlocks;
 
-  // What is added up before it becomes part of the totals, beside both rows' scales and offsets.
-  struct Group {
-    float sums[kColumnTiles][4] = {}, sums_of_x[kColumnTiles][4] = {};
-    float scale[2], offset[2];
-  };
+  // Of line l of those near.
+  __device__ unsigned x_of_line(unsigned near, int l) const {
+    return near + unsigned(l * kXLines) * factors_.step();
+  }
+  __device__ const Places& scales() const { return scales_; }
 
-  // Instructions are read from memory, too, so there are not too many of them. Of long parts two
-  // are worked on at a time, as a product takes long after the one that it is added to.
+  // Adds the products of a line. Instructions are read from memory, too, so there are not too many
+  // of them. Of long parts two are worked on at a time, as a product takes long after the one that
+  // it is added to.
   template <int kPartUnits, bool kOwnScale>
-  __device__ void add(unsigned near, int l, unsigned of_part) {
-    constexpr int kParts = kColumnTiles == 1 && 2 * kPartUnits == kUnitsOfLine ? 2 : 1;
-    const unsigned weight = near + unsigned(l) * weight_step_;
-    const unsigned x = near + unsigned(l * kXLines) * factors_.step();
+  __device__ void add_line(unsigned weight, unsigned x, unsigned of_part) {
+    constexpr int kParts = kColumnTiles <= kMostOfTwo && 2 * kPartUnits == kUnitsOfLine ? 2 : 1;
 #pragma unroll(kPartUnits < 4 ? 1 : 2)
     for (int first = 0; first < kUnitsOfLine; first += kParts * kPartUnits) {
       Group groups[kParts];
@@ -285,6 +274,19 @@ class CodeProducts {
       add_parts<kPartUnits>(weight, x, first, groups);
     }
   }
+
+ private:
+  static constexpr int kBlocks = 8 / kBits;  // of 16 products each, of a unit
+  // Blocks whose x is asked for before the first product waits for any.
+  static constexpr int kAhead = 8 / kColumnTiles * kBlocks;
+  // Up to so many column tiles two parts are worked on at a time.
+  static constexpr int kMostOfTwo = kLean ? 2 : 1;
+
+  // What is added up before it becomes part of the totals, beside both rows' scales and offsets.
+  struct Group {
+    float sums[kColumnTiles][4] = {}, sums_of_x[kColumnTiles][4] = {};
+    float scale[2], offset[2];
+  };
 
   // Products of a part are added up in their order, whatever kColumnTiles is.
   template <int kPartUnits, int kParts>
@@ -299,17 +301,26 @@ class CodeProducts {
                              weight + (weight_place_ ^ unsigned(unit * kUnitBytes)));
       }
     }
-    constexpr int kCount = kPartUnits * kBlocks, kMost = kAhead / kParts;
+    constexpr int kCount = kPartUnits * kBlocks, kMost = kLean ? 2 : kAhead / kParts;
     constexpr int kStep = kMost < kCount ? kMost : kCount;
-#pragma unroll
-    for (int from = 0; from < kCount; from += kStep) {
-      uint32_t factors[kParts][(kStep + 1) / 2 * 2][kColumnTiles][2];
+    constexpr int kTurns = kLean && kStep < kCount ? 2 : 1;  // the next ones come meanwhile
+    uint32_t turns[kTurns][kParts][(kStep + 1) / 2 * 2][kColumnTiles][2];
+    const auto load = [&](int from) {
 #pragma unroll
       for (int part = 0; part < kParts; ++part) {
         const int begin = (first + part * kPartUnits) * kBlocks + from;
 #pragma unroll
-        for (int i = 0; i < kStep; ++i) factors_.load(factors[part], x, begin + i, i);
+        for (int i = 0; i < kStep; ++i) {
+          factors_.load(turns[from / kStep % kTurns][part], x, begin + i, i);
+        }
       }
+    };
+    if (kTurns > 1) load(0);
+#pragma unroll
+    for (int from = 0; from < kCount; from += kStep) {
+      const int next = kTurns > 1 ? from + kStep : from;
+      if (next < kCount) load(next);
+      const auto& factors = turns[from / kStep % kTurns];
 #pragma unroll
       for (int i = 0; i < kStep; ++i) {
         const int unit = (from + i) / kBlocks, block = (from + i) % kBlocks;
@@ -359,12 +370,64 @@ class CodeProducts {
     }
   }
 
-  const ScalePlaces scales_;
+  const Places scales_;
   const FactorPlaces<kColumnTiles> factors_;
-  const unsigned weight_step_;  // from line to line
-  unsigned weight_place_;
-  int lines_;  // of the weight
+  const unsigned weight_place_;
   float totals_[kSums];
+};
+
+// The same of codes that lie in stages, beside x and scales of any groups.
+template <class T, int kBits, int kColumnTiles, bool kAsymmetric>
+class CodeProducts : public CodeSums<T, kBits, kColumnTiles, kAsymmetric, ScalePlaces, false> {
+  using Base = CodeSums<T, kBits, kColumnTiles, kAsymmetric, ScalePlaces, false>;
+
+ public:
+  static constexpr bool kInOrder = false;
+  static constexpr bool kFillsRegisters = kColumnTiles > 2;
+
+  __device__ CodeProducts(const CodesCall& call, const Geometry& geometry, const WeightRows& rows,
+                          int first_row)
+      : Base(geometry, ScalePlaces(call.scales, geometry, rows, first_row),
+             rows.line(geometry, first_row + int(threadIdx.x) % kTileRows)),
+        weight_step_(unsigned(rows.columns * kLineBytes)),
+        lines_(int(ceil_div(call.weight.row_bytes, int64_t(kLineBytes)))) {}
+
+  // Adds the products of line l of a stage, which is that number of the weight. There is code for
+  // each number of units that share a scale, so that nothing in it depends on a condition.
+  __device__ void add(const char* stage, int l, int number) {
+    if (number >= lines_) return;  // of the last split-K parts: zeros
+    const unsigned near = shared_address(stage);
+    const unsigned of_line = this->scales().of_line(near, l, number);
+    const unsigned weight = near + unsigned(l) * weight_step_, x = this->x_of_line(near, l);
+    switch (this->scales().units()) {
+      case 1: return this->template add_line<1, true>(weight, x, of_line);
+      case 2: return this->template add_line<2, true>(weight, x, of_line);
+      case 4: return this->template add_line<4, true>(weight, x, of_line);
+      default: return this->template add_line<Base::kMostUnits, false>(weight, x, of_line);
+    }
+  }
+
+ private:
+  const unsigned weight_step_;  // from line to line
+  const int lines_;             // of the weight
+};
+
+// The same of groups of 128, where x and scales stay near, and a tile of the weight lies by itself.
+template <class T, int kBits, int kColumnTiles, bool kAsymmetric>
+class CodesOf128 : public CodeSums<T, kBits, kColumnTiles, kAsymmetric, LaneScales, true> {
+  using Base = CodeSums<T, kBits, kColumnTiles, kAsymmetric, LaneScales, true>;
+
+ public:
+  static constexpr int kGroups = kUnitsOfLine / Base::kMostUnits;  // of a line
+
+  __device__ CodesOf128(const Geometry& geometry, const LaneScales& scales)
+      : Base(geometry, scales, int(threadIdx.x) % kTileRows) {}
+
+  // Adds the products of line l of those near.
+  __device__ void add(unsigned weight, unsigned near, int l) {
+    this->template add_line<Base::kMostUnits, true>(weight, this->x_of_line(near, l),
+                                                    this->scales().of_group(near, l * kGroups));
+  }
 };
 
 }  // namespace dsx::cuda

@@ -58,12 +58,25 @@ __device__ inline void cluster_barrier(int blocks) {
   __syncthreads();
 }
 
-// The same, only that nobody may read what others wrote; what was read may be overwritten after it.
+// A barrier of all threads of a cluster in two halves: what a thread does after the second, it does
+// after all have begun the first. Nobody may read what others wrote.
+__device__ inline void come_to_cluster() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("barrier.cluster.arrive.relaxed;" ::: "memory");
+#endif
+}
+__device__ inline void wait_for_cluster() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("barrier.cluster.wait;" ::: "memory");
+#endif
+}
+
+// Both at once; what was read may be overwritten after it.
 __device__ inline void cluster_barrier_after_reading(int blocks) {
 #if __CUDA_ARCH__ >= 900
   if (blocks > 1) {
-    asm volatile("barrier.cluster.arrive.relaxed;" ::: "memory");
-    asm volatile("barrier.cluster.wait;" ::: "memory");
+    come_to_cluster();
+    wait_for_cluster();
     return;
   }
 #else
@@ -86,6 +99,22 @@ __device__ inline void write_in_cluster(float* near, int blocks, unsigned rank, 
   (void)blocks, (void)rank;
 #endif
   *near = value;
+}
+
+// The same while the thread goes on: the barrier of that block that is where this one has `barrier`
+// counts the bytes. For compute capability 9.0 and newer; in a cluster of several blocks.
+__device__ inline void send_in_cluster(float* near, uint64_t* barrier, unsigned rank, float value) {
+#if __CUDA_ARCH__ >= 900
+  unsigned address = unsigned(__cvta_generic_to_shared(near));
+  unsigned counter = unsigned(__cvta_generic_to_shared(barrier));
+  asm volatile("mapa.shared::cluster.u32 %0, %0, %1;" : "+r"(address) : "r"(rank));
+  asm volatile("mapa.shared::cluster.u32 %0, %0, %1;" : "+r"(counter) : "r"(rank));
+  asm volatile(
+      "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.f32 [%0], %1, [%2];" ::"r"(
+          address),
+      "f"(value), "r"(counter)
+      : "memory");
+#endif
 }
 
 struct Launch {

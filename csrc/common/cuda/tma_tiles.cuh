@@ -26,6 +26,14 @@ __device__ inline unsigned shared_address(const void* near) {
   return unsigned(__cvta_generic_to_shared(near));
 }
 
+// Where something is in shared memory.
+struct Near {
+  unsigned address;
+
+  __device__ Near(unsigned at) : address(at) {}
+  __device__ Near(const void* at) : address(shared_address(at)) {}
+};
+
 __device__ inline float load_shared(unsigned address) {
   float value;
   asm volatile("ld.shared.f32 %0, [%1];" : "=f"(value) : "r"(address) : "memory");
@@ -36,9 +44,9 @@ __device__ inline float load_shared(unsigned address) {
 // and when all bytes that were announced have.
 using Barrier = uint64_t;
 
-__device__ inline void begin_barrier(Barrier* barrier, int arrivals) {
+__device__ inline void begin_barrier(Near barrier, int arrivals) {
 #if __CUDA_ARCH__ >= 800
-  asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(shared_address(barrier)), "r"(arrivals)
+  asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(barrier.address), "r"(arrivals)
                : "memory");
 #endif
 }
@@ -67,9 +75,9 @@ __device__ inline void arrive_after_fetches(Barrier* barrier) {
 }
 
 // Arrives, and announces bytes. This and what follows is for the copy engine, of 9.0 and newer.
-__device__ inline void arrive_expecting(Barrier* barrier, int bytes) {
+__device__ inline void arrive_expecting(Near barrier, int bytes) {
 #if __CUDA_ARCH__ >= 900
-  asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" ::"r"(shared_address(barrier)),
+  asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" ::"r"(barrier.address),
                "r"(bytes)
                : "memory");
 #endif
@@ -114,37 +122,37 @@ __device__ inline uint64_t read_once() {
 
 // Begins to copy tiles that lie side by side, the first one `column` tiles from the left: one after
 // the other, the first one aligned to kTmaTileAlignment. What lies outside of the matrix becomes 0.
-__device__ inline void fetch_tma_tiles(void* near, const CUtensorMap& map, int row, int column,
-                                       Barrier* barrier) {
+__device__ inline void fetch_tma_tiles(Near near, const CUtensorMap& map, int row, int column,
+                                       Near barrier) {
 #if __CUDA_ARCH__ >= 900
   asm volatile(
       "cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes"
-      " [%0], [%1, {%2, %3, %4}], [%5];" ::"r"(shared_address(near)),
-      "l"(&map), "r"(0), "r"(row), "r"(column), "r"(shared_address(barrier))
+      " [%0], [%1, {%2, %3, %4}], [%5];" ::"r"(near.address),
+      "l"(&map), "r"(0), "r"(row), "r"(column), "r"(barrier.address)
       : "memory");
 #endif
 }
 // The same, by a policy for the L2 cache.
-__device__ inline void fetch_tma_tiles(void* near, const CUtensorMap& map, int row, int column,
-                                       Barrier* barrier, uint64_t policy) {
+__device__ inline void fetch_tma_tiles(Near near, const CUtensorMap& map, int row, int column,
+                                       Near barrier, uint64_t policy) {
 #if __CUDA_ARCH__ >= 900
   asm volatile(
       "cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes"
-      ".L2::cache_hint [%0], [%1, {%2, %3, %4}], [%5], %6;" ::"r"(shared_address(near)),
-      "l"(&map), "r"(0), "r"(row), "r"(column), "r"(shared_address(barrier)), "l"(policy)
+      ".L2::cache_hint [%0], [%1, {%2, %3, %4}], [%5], %6;" ::"r"(near.address),
+      "l"(&map), "r"(0), "r"(row), "r"(column), "r"(barrier.address), "l"(policy)
       : "memory");
 #endif
 }
 
 // Begins to copy a rectangle of numbers, row by row, to an address aligned to 128 bytes. What lies
 // outside of the matrix becomes 0.
-__device__ inline void fetch_tile(void* near, const CUtensorMap& map, int column, int row,
-                                  Barrier* barrier, uint64_t policy) {
+__device__ inline void fetch_tile(Near near, const CUtensorMap& map, int column, int row,
+                                  Near barrier, uint64_t policy) {
 #if __CUDA_ARCH__ >= 900
   asm volatile(
       "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes"
-      ".L2::cache_hint [%0], [%1, {%2, %3}], [%4], %5;" ::"r"(shared_address(near)),
-      "l"(&map), "r"(column), "r"(row), "r"(shared_address(barrier)), "l"(policy)
+      ".L2::cache_hint [%0], [%1, {%2, %3}], [%4], %5;" ::"r"(near.address),
+      "l"(&map), "r"(column), "r"(row), "r"(barrier.address), "l"(policy)
       : "memory");
 #endif
 }
