@@ -11,8 +11,13 @@ from deepspeed_ext.ops import NextNorm, Undivided, quantized_linear, quantized_l
 
 each_kind = pytest.mark.parametrize("kind", INTEGERS, ids=str)
 each_dtype = pytest.mark.parametrize("dtype", [BF16, torch.float16], ids=str)
-# Columns, length, group: of whole lines and not, of groups in a line, of several lines and of all.
-SIZES = [(4100, 1024, 128), (3000, 1088, 32), (2304, 4096, 512), (5000, 64, 64), (2112, 2560, 2560)]
+# Columns, length, group: a warp has one tile or several, scales come in one box or two, blocks are
+# as many as processors or more; split-K parts of whole lines and not, and of none; other groups.
+SIZES = [
+    *((4100, 1024, 128), (3000, 1088, 128), (14336, 1280, 128), (18000, 512, 128)),
+    *((40000, 256, 128), (4096, 14336, 128), (2304, 4096, 512), (3000, 1088, 32)),
+]
+FORMS: tuple[dict[str, Any], ...] = ({}, {"gated": True, "activation": "silu"}, EVERYTHING)
 ROWS = [(0, 1), (3, 5), (0, 8), (7, 16), (0, 16)]
 
 
@@ -23,14 +28,26 @@ def test_rows_have_the_bits_that_they_have_beside_more(
     kind: tuple[str, bool], dtype: torch.dtype, size: tuple[int, int, int], cuda: str
 ) -> None:
     n, k, group = size
-    forms: tuple[dict[str, Any], ...] = ({}, EVERYTHING)
-    for form in forms:
+    for form in FORMS:
         x, weight, options = arguments(33, n, k, dtype, kind, group, cuda, **form)
         want, residual = quantized_linear(x, weight, **options), options.pop("residual")
         for begin, end in ROWS:
             added = None if residual is None else residual[begin:end]
             got = quantized_linear(x[begin:end], weight, residual=added, **options)
             assert torch.equal(got, want[begin:end])
+
+
+@each_kind
+def test_they_are_multiplied_there(kind: tuple[str, bool], cuda: str) -> None:
+    """Whoever asks for other kernels by mistake would find the right bits, too."""
+    if torch.cuda.get_device_capability() < (9, 0):
+        pytest.skip("needs compute capability 9.0")
+    for rows, n, k in [(1, 4096, 4096), (16, 2304, 1024)]:
+        x, weight, options = arguments(rows, n, k, BF16, kind, 128, cuda)
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+            quantized_linear(x, weight, **options)
+            torch.cuda.synchronize()
+        assert any("rings" in event.name for event in profile.events() or ())
 
 
 @each_kind
