@@ -251,15 +251,19 @@ def test_more_rows_by_integers(dtype: torch.dtype, k: int, cuda: str) -> None:
 @pytest.mark.parametrize("format", ["int4", "int8"])
 @pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
 def test_scales_near_the_largest_float(dtype: torch.dtype, format: str, device: str) -> None:
-    """All is multiplied by powers of 2, and nothing on the way is too large: the same digits."""
+    """All is multiplied by powers of 2, and nothing on the way is too large: the same digits.
+
+    Beside float32 the elements of the weight are floats themselves.
+    """
+    power = 119 if dtype is F32 else 126
     weight = weight_of(40, 256, format, False, 128, device)
     scales = torch.full_like(weight.scales, 1.25)
     x = make((40, 256), dtype, 0, device) * 2**-7
     x[3] = 0
     for rows in (1, 4, 16, 17, 40):
         want = quantized_linear(x[:rows], weight._replace(scales=scales))
-        got = quantized_linear(x[:rows] * 2**-7, weight._replace(scales=scales * 2.0**126))
-        assert torch.equal(got, want * 2.0**119)
+        got = quantized_linear(x[:rows] * 2**-7, weight._replace(scales=scales * 2.0**power))
+        assert torch.equal(got, want * 2.0 ** (power - 7))
 
 
 @each_kind
