@@ -40,7 +40,8 @@ class Cluster {
 
 // Several of them share a block.
 template <class Team>
-using TeamOfBlock = RowTeam<Team::kLength, false>;
+using TeamOfBlock =
+    RowTeam<Team::kLength == RowLength::is_of_warp ? RowLength::is_usual : Team::kLength, false>;
 
 // Threads of a block: as many as there is memory for.
 template <class Team, class T>

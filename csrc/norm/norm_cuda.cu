@@ -35,9 +35,15 @@ struct WeightAndBias {
   RowVector<W> weight, bias;
 
   __device__ void fetch(const Norm& norm, int64_t i, int count, bool aligned) {
+    fetch_weight(norm, i, count, aligned);
+    fetch_bias(norm, i, count, aligned);
+  }
+  __device__ void fetch_weight(const Norm& norm, int64_t i, int count, bool aligned) {
     if (norm.weight.is_present()) {
       weight = cuda::fetch(norm.weight.even_row<W>(0), i, count, aligned);
     }
+  }
+  __device__ void fetch_bias(const Norm& norm, int64_t i, int count, bool aligned) {
     if (norm.bias.is_present()) {
       bias = cuda::fetch(norm.bias.even_row<W>(0), i, count, aligned);
     }
@@ -91,6 +97,9 @@ __global__ void __launch_bounds__(Team::kMostThreads, sizeof(T) == 2 ? 2 : 1)
   cuda::HeldRow<Team, T, 1 + kOfSum> row{team, number < norm.rows ? int(norm.length) : 0, {}};
   cuda::wait_for_previous();
   float near = 0;
+  // Asked for with the row, where there are registers for it, or it would be waited for, too.
+  constexpr bool kEarly = sizeof(W) == 2 && !(Kind::kCentered && (kOfSum || Team::kShort));
+  WeightAndBias<W> early[Team::kVectors];
   if constexpr (kOfSum) {
     const Pointer<T> residual = norm.residual.row<T>(clamped);
     row.fetch_all({x, residual});
@@ -110,12 +119,16 @@ __global__ void __launch_bounds__(Team::kMostThreads, sizeof(T) == 2 ? 2 : 1)
     row.fetch_all({x});
     if (Kind::kCentered) near = cuda::mean_of_first(x, row.length, true);
   }
+  if (kEarly) {
+    row.for_each([&](int v, int i, int count) { early[v].fetch_weight(norm, i, count, true); });
+  }
   cuda::Moments<Kind, Team, T, false> moments(team, reduction_memory);
   moments.put(row, near, NoGrads{});
   const RowMoments<Kind> found = moments.find(row, near, inverse_n, norm.eps, NoGrads{});
   row.for_each([&](int v, int i, int count) {
-    WeightAndBias<W> vectors;
-    vectors.fetch(norm, i, count, true);
+    WeightAndBias<W> vectors = early[v];
+    if (!kEarly) vectors.fetch_weight(norm, i, count, true);
+    vectors.fetch_bias(norm, i, count, true);
     put_result<Kind>(norm, found, out, i, count, true, row.vectors[v][0], vectors);
   });
 }

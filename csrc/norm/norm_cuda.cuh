@@ -17,20 +17,21 @@ namespace cuda {
 
 using RowFloats = Floats<kRowVector>;  // of a RowVector
 
-// Half a warp takes a row of up to 128 elements; a team of warps, in which each thread has four
-// vectors, one of up to 16,384; 1,024 threads a longer one. Such a team takes each part of a row
+// Half a warp takes a row of up to 128 elements, a warp one of up to 1,024; a team of warps, in which
+// each thread has four vectors, one of up to 16,384; 1,024 threads a longer one. Such a team takes each part of a row
 // that is_in_parts, backward, and forward where all is of bfloat16 and there is no residual. The
 // vectors of a thread lie as far apart as all threads of the team reach. Held rows stay in
 // registers, and long ones in shared memory too, where whole vectors can be read and there is
 // memory; else they are read again each time, with the same bits.
-enum class RowLength { is_short, is_usual, is_long, in_parts };
+enum class RowLength { is_short, is_of_warp, is_usual, is_long, in_parts };
 constexpr int kHeldVectors = 4, kMostOfTeam = 512, kLongTeam = 1024;
+constexpr int64_t kRowOfWarp = kWarp * kHeldVectors * kRowVector;
 constexpr int64_t kUsualRow = kMostOfTeam * kHeldVectors * kRowVector;
 
 inline int threads_of_team(int64_t length) {
   if (length > kUsualRow) return kLongTeam;
   if (length <= kShortRow) return kWarp / 2;
-  return int(ceil_div(length, kWarp * kHeldVectors * kRowVector)) * kWarp;
+  return int(ceil_div(length, kRowOfWarp)) * kWarp;
 }
 
 // Whether the blocks of a cluster can have the parts of a long row. Of float32 too few fit into
@@ -46,20 +47,20 @@ __device__ inline RowFloats with_offset(const RowFloats& weight, float offset) {
 }
 
 // Of a block, or one of its teams: these have barriers of their own, of which a multiprocessor has
-// few.
-template <RowLength kLength_, bool kAlone = true>
+// few, but where they are warps. kVectors: of a thread, but of long rows.
+template <RowLength kLength_, bool kAlone = true, int kVectors_ = kHeldVectors>
 struct RowTeam {
   static constexpr RowLength kLength = kLength_;
   static constexpr bool kShort = kLength == RowLength::is_short;
-  static constexpr bool kParts = false;                       // others have parts of the row
-  static constexpr int kVectors = kShort ? 1 : kHeldVectors;  // of a thread, but of long rows
+  static constexpr bool kParts = false;  // others have parts of the row
+  static constexpr int kVectors = kShort ? 1 : kVectors_;
   static constexpr int kMostThreads = kLength == RowLength::is_long ? kLongTeam : kMostOfTeam;
 
   int threads, thread, number;  // of the team in its block
 
   // `size`: threads_of_team, which a block has several times.
   __device__ explicit RowTeam(int size)
-      : threads(kShort ? kWarp / 2 : size),
+      : threads(kShort ? kWarp / 2 : kLength == RowLength::is_of_warp ? kWarp : size),
         thread(int(threadIdx.x) % threads),
         number(int(threadIdx.x) / threads) {}
 
@@ -264,7 +265,7 @@ class TeamReduction {
 
   __device__ void put(const float (&sums)[kSums]) {
     mine_ = over_lanes(sums);
-    if (Team::kShort || team_.threads == kWarp) return;
+    if (kInWarp || team_.threads == kWarp) return;
     const int lane = int(threadIdx.x) % kWarp;
     if (lane < kSums) memory_[(buffer_ * kWarp + team_.thread / kWarp) * kSums + lane] = mine_;
   }
@@ -272,7 +273,7 @@ class TeamReduction {
   // Two buffers, one after the other: nobody writes to one before all have read it and come to the
   // barrier of the other.
   __device__ void take(float (&sums)[kSums]) {
-    if (!Team::kShort && team_.threads > kWarp) {
+    if (!kInWarp && team_.threads > kWarp) {
       team_.barrier();
       const int lane = int(threadIdx.x) % kWarp;
       const bool is_one = lane < team_.threads / kWarp;
@@ -292,6 +293,7 @@ class TeamReduction {
   __device__ static bool any(bool is_so) { return Team::kShort ? __any_sync(~0u, is_so) : is_so; }
 
  private:
+  static constexpr bool kInWarp = Team::kShort || Team::kLength == RowLength::is_of_warp;
   static constexpr int kLanes = Team::kShort ? kWarp / 2 : kWarp;
 
   __device__ static float over_lanes(const float (&sums)[kSums]) {
@@ -448,10 +450,11 @@ class Moments {
   Sums before_;  // of parts
 };
 
-// What the teams of a block need in shared memory to add up: those of half a warp need none.
+// What the teams of a block need in shared memory to add up: those in a warp need none.
 template <class Kind, class Team, bool kGrads>
-constexpr int kReductionFloats =
-    Team::kShort ? 1 : 2 * kWarp * (1 + kGrads) * (1 + Kind::kCentered);
+constexpr int kReductionFloats = Team::kShort || Team::kLength == RowLength::is_of_warp
+                                     ? 1
+                                     : 2 * kWarp * (1 + kGrads) * (1 + Kind::kCentered);
 
 }  // namespace cuda
 }  // namespace dsx

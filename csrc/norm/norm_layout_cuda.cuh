@@ -5,6 +5,9 @@
 
 namespace dsx::cuda {
 
+// Of a block whose teams are warps, or halves of them.
+constexpr int kThreadsOfRows = 256;
+
 struct Layout {
   int64_t rows, length;
   Dtype dtype;
@@ -21,7 +24,7 @@ struct Layout {
         aligned(all_aligned(all) && all_aligned(vectors)),
         whole(aligned && n % kRowVector == 0 && n < int64_t(1) << 30 && are_of(all, dtype)),
         team(threads_of_team(are_in_parts ? part_of(n) : n)),
-        block(n <= kShortRow ? 256 : team),
+        block(n <= kRowOfWarp ? kThreadsOfRows : team),
         blocks(ceil_div(rows, block / team)),
         in_parts(are_in_parts) {}
 
@@ -31,10 +34,24 @@ struct Layout {
   }
 };
 
+// Calls body with a team that is a warp, whose threads have as few vectors as there may be: where
+// a row is short, many of them have to be on their way.
+template <class Body>
+void with_warp(int64_t length, const Body& body) {
+  const auto call = [&]<int kVectors>() {
+    body(std::type_identity<RowTeam<RowLength::is_of_warp, true, kVectors>>{});
+  };
+  const int64_t vectors = ceil_div(length, int64_t(kWarp * kRowVector));
+  if (vectors == 1) return call.template operator()<1>();
+  if (vectors == 2) return call.template operator()<2>();
+  call.template operator()<kHeldVectors>();
+}
+
 // Calls body with the type of the team, as std::type_identity.
 template <class Body>
 void with_row_length(int64_t length, const Body& body) {
   if (length <= kShortRow) return body(std::type_identity<RowTeam<RowLength::is_short>>{});
+  if (length <= kRowOfWarp) return with_warp(length, body);
   if (length <= kUsualRow) return body(std::type_identity<RowTeam<RowLength::is_usual>>{});
   body(std::type_identity<RowTeam<RowLength::is_long>>{});
 }
