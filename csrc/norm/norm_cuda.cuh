@@ -17,12 +17,12 @@ namespace cuda {
 
 using RowFloats = Floats<kRowVector>;  // of a RowVector
 
-// Half a warp takes a row of up to 128 elements, a warp one of up to 1,024; a team of warps, in which
-// each thread has four vectors, one of up to 16,384; 1,024 threads a longer one. Such a team takes each part of a row
-// that is_in_parts, backward, and forward where all is of bfloat16 and there is no residual. The
-// vectors of a thread lie as far apart as all threads of the team reach. Held rows stay in
-// registers, and long ones in shared memory too, where whole vectors can be read and there is
-// memory; else they are read again each time, with the same bits.
+// Half a warp takes a row of up to 128 elements, a warp one of up to 1,024; a team of warps, in
+// which each thread has four vectors, one of up to 16,384; 1,024 threads a longer one. Such a team
+// takes each part of a row that is_in_parts, backward, and forward where all is of bfloat16 and
+// there is no residual. The vectors of a thread lie as far apart as all threads of the team reach.
+// Held rows stay in registers, and long ones in shared memory too, where whole vectors can be read
+// and there is memory; else they are read again each time, with the same bits.
 enum class RowLength { is_short, is_of_warp, is_usual, is_long, in_parts };
 constexpr int kHeldVectors = 4, kMostOfTeam = 512, kLongTeam = 1024;
 constexpr int64_t kRowOfWarp = kWarp * kHeldVectors * kRowVector;
@@ -54,13 +54,15 @@ struct RowTeam {
   static constexpr bool kShort = kLength == RowLength::is_short;
   static constexpr bool kParts = false;  // others have parts of the row
   static constexpr int kVectors = kShort ? 1 : kVectors_;
+  static constexpr bool kOfWarp = kLength == RowLength::is_of_warp;
+  static constexpr int kFixed = kShort ? kWarp / 2 : kOfWarp * kWarp;  // threads; 0: as told
   static constexpr int kMostThreads = kLength == RowLength::is_long ? kLongTeam : kMostOfTeam;
 
   int threads, thread, number;  // of the team in its block
 
   // `size`: threads_of_team, which a block has several times.
   __device__ explicit RowTeam(int size)
-      : threads(kShort ? kWarp / 2 : kLength == RowLength::is_of_warp ? kWarp : size),
+      : threads(kFixed > 0 ? kFixed : size),
         thread(int(threadIdx.x) % threads),
         number(int(threadIdx.x) / threads) {}
 

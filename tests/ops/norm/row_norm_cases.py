@@ -11,7 +11,7 @@ from torch import Tensor
 from deepspeed_ext import ops
 
 # Around the vectors, the running sums, and what a warp, four, sixteen of them hold in registers.
-LENGTHS = [1, 2, 7, 8, 16, 31, 32, 33, 129, 256, 1000, 1024, 1032, 4096, 4100]
+LENGTHS = [1, 2, 7, 8, 16, 31, 32, 33, 129, 256, 264, 512, 1000, 1024, 1032, 4096, 4100]
 # And around what registers, then shared memory, have room for.
 LONG = [16384, 16392, 40_001, 106_504, 262_144]
 # And around what two, four and eight blocks of a cluster have of a row of 16 bits.
