@@ -145,6 +145,7 @@ struct Plan {
       const auto kernel = cuda::adding_kernel<Kind, Team, T>;
       threads = layout.team;
       if (!in_parts) threads *= cuda::kAddingThreads<Team, T> / layout.team;
+      if (threads == 0) return;  // there is no memory for one team, of long rows of float32
       pipeline_bytes = int(cuda::RowPipeline<Kind, Team, T>::bytes(threads, part.count, norm));
       if (pipeline_bytes > device.shared_bytes) return;
       // PTX for older devices has no clusters, wherever it runs.
