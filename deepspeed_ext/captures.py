@@ -1,8 +1,9 @@
 """What is no part of a CUDA graph, and goes on while one is captured.
 
-While a thread captures one, CUDA lets no thread wait for a stream or an event, or ask for one:
-the call fails, and the capture with it. What waits may well have nothing to do with the graph: a
-thread that offloads, or the garbage collector, which runs in the middle of all. So it says so.
+While one is captured in torch's usual mode, CUDA lets no thread wait for a stream or an event, nor
+ask for one: the call fails, and the capture with it. What waits may well have nothing to do with
+the graph: a thread that offloads, or the garbage collector, which runs in the middle of all. So it
+says so.
 """
 
 import ctypes
@@ -11,17 +12,17 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-_RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED: calls are refused for what they are alone
+_RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED: a capture elsewhere is no reason to refuse calls
 
 
 @contextmanager
 def beside_captures() -> Iterator[None]:
     """Let this thread do what would end the captures of others, and its own.
 
-    A stream that is captured is still not waited for.
+    What is captured is still not waited for. Nothing is done where CUDA is not in use yet.
     """
-    torch = sys.modules.get("torch")  # a report works without
-    exchange = _exchange() if torch is not None and torch.cuda.is_initialized() else None
+    cuda = getattr(sys.modules.get("torch"), "cuda", None)  # not in a report, nor while torch comes
+    exchange = _exchange() if cuda is not None and cuda.is_initialized() else None
     mode = ctypes.c_int(_RELAXED)  # then the one from before
     if exchange is None or exchange(ctypes.byref(mode)) != 0:
         yield

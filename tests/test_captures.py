@@ -12,7 +12,7 @@ from torch import nn
 
 from deepspeed_ext import captures, offload, zero
 from deepspeed_ext.captures import beside_captures
-from deepspeed_ext.io import PinnedPool
+from deepspeed_ext.io import PinnedBuffer, PinnedPool
 from deepspeed_ext.offload.activations.host import CopyLane, HostBytes
 from deepspeed_ext.threads import AwaitedThread
 
@@ -64,10 +64,31 @@ KINDS: list[Callable[[], object]] = [
 ]
 
 
+def collect() -> None:
+    gc.collect()
+
+
+def collect_in_another_thread() -> None:
+    thread = threading.Thread(target=gc.collect)
+    thread.start()
+    thread.join()
+
+
+def collect_on_another_stream() -> None:
+    with torch.cuda.stream(torch.cuda.Stream()):
+        gc.collect()
+
+
+WAYS: list[Callable[[], None]] = [collect, collect_in_another_thread, collect_on_another_stream]
+
+
 @pytest.mark.usefixtures("garbage_stays")
 @pytest.mark.parametrize("make", KINDS, ids=lambda make: make.__name__)
+@pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
 @pytest.mark.parametrize("on_same_stream", [False, True], ids=["apart", "same stream"])
-def test_garbage(make: Callable[[], object], on_same_stream: bool, cuda: str) -> None:
+def test_garbage(
+    make: Callable[[], object], way: Callable[[], None], on_same_stream: bool, cuda: str
+) -> None:
     """It is collected in the middle of a capture, also of the stream that it was used on."""
     x, graph, stream = torch.zeros(1024, device=cuda), torch.cuda.CUDAGraph(), torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
@@ -77,11 +98,22 @@ def test_garbage(make: Callable[[], object], on_same_stream: bool, cuda: str) ->
         del garbage
     with torch.cuda.graph(graph, stream=stream):
         x += 1
-        gc.collect()
+        way()
         x += 1
     graph.replay()
     torch.cuda.synchronize()
     assert x.eq(2).all()
+
+
+def test_memory_that_is_pinned_meanwhile(cuda: str) -> None:
+    x, graph = torch.zeros(1024, device=cuda), torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        x += 1
+        buffer = PinnedBuffer(1 << 24)
+        x += 1
+    graph.replay()
+    torch.cuda.synchronize()
+    assert buffer.tensor().is_pinned() and x.eq(2).all()
 
 
 def test_threads(cuda: str) -> None:
@@ -133,6 +165,28 @@ def test_the_mode_is_what_it_was(refuses: bool, monkeypatch: pytest.MonkeyPatch)
             raise ZeroDivisionError
         assert driver.mode == relaxed
     assert driver.mode == 0
+
+
+def test_a_thread_that_is_older_than_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    """That of an optimizer, whose model goes to a GPU after it was made."""
+    threads: list[str] = []
+
+    def exchange(_: Any) -> int:
+        threads.append(threading.current_thread().name)
+        return 0
+
+    monkeypatch.setattr(captures, "_exchange", lambda: exchange)
+    weight = nn.Parameter(torch.ones(64))
+    made = offload.OffloadOptimizer([weight], lr=1e-3)
+    for _ in range(2):
+        weight.sum().backward()
+        made.step()
+        made.synchronize()
+        if not threads:
+            monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.undo()
+    made.close()
+    assert "deepspeed_ext-offload" in threads
 
 
 def test_without_cuda(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,12 +11,17 @@
 //   Weight, X               the types that rows of the weight and of x are made of here
 //   kXLines                 lines of x beside one of the weight
 //   kScaled                 whether groups of elements of the weight have scales
-//   kGrouped                only if kScaled: whether there are several weights, one behind the
-//   other kMostWarps<tiles>       that multiply in a block kTogether               of these
-//   multiply together, with code for all columns of kColumnTiles weight(call), x(call)   both as
-//   Operands scales(call)            only if kScaled: as Scales Products<column tiles>  what a warp
-//   has to do; kInOrder: split-K parts one after the other, not in pairs; kFillsRegisters: sums of
-//   parts that wait for others are better in memory
+//   kGrouped                only if kScaled: whether there are several weights, one after another
+//   kMostWarps<tiles>       that multiply in a block
+//   kTogether               so many of these multiply together, for all columns of kColumnTiles
+//   weight(call), x(call)   both as Operands
+//   scales(call)            only if kScaled: as Scales
+//   Products<column tiles>  what a warp has to do. kInOrder: split-K parts one after the other, not
+//                           in pairs. kFillsRegisters: sums of parts are better off in memory while
+//                           they wait for others
+// and for rings (few_rows_rings_cuda.cuh), whose Products are CodesOf128,
+//   kOffsets                whether groups have offsets, too
+//   kGroups                 of a line of the weight
 #pragma once
 
 #include "common/cuda/tma_tiles.cuh"
@@ -154,10 +159,10 @@ struct WeightRows {
         before(of_x.number * call.weight_rows()),
         share(of_x) {}
 
-  // The same of the first cluster of so many columns each, and the only weight.
-  __device__ WeightRows(int of_weight, int of_cluster, int x_rows, unsigned cluster)
-      : parts(of_weight),
-        columns(of_cluster),
+  // The same of so many parts and columns, where there is one weight.
+  __device__ WeightRows(int part_count, int column_count, int x_rows, unsigned cluster)
+      : parts(part_count),
+        columns(column_count),
         first(int64_t(cluster) * columns),
         before(0),
         share{0, 0, x_rows} {}

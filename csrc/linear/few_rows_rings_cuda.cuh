@@ -1,9 +1,10 @@
-// Skinny GEMMs of codes in groups of 128 beside up to 16 rows of x on CUDA 9.0: each warp brings
-// its own lines of the weight near, through a ring that no other warp reads, so nobody waits for
-// anybody but memory. x and scales come once and stay. Two blocks of a cluster have two split-K
-// parts each; a warp adds up one of them, for one tile after the other, and sums meet as those of
-// few_rows_kernel_cuda.cuh do, with the same bits. A block is small, so that the next kernel's
-// begins beside it, and so is the code before its first copy, which nothing hides.
+// Skinny GEMMs of codes in groups of 128 beside up to 16 rows of x, on compute capability 9.0 and
+// newer: each warp brings its own lines of the weight near, through a ring that no other warp
+// reads, so nobody waits for anybody but memory. x and scales come once and stay. Two blocks of a
+// cluster have two split-K parts each; a warp adds up one of them, for one tile after the other,
+// and sums meet as those of few_rows_kernel_cuda.cuh do, with the same bits. A block is small, so
+// that the next kernel's begins beside it, and so is the code before its first copy, which nothing
+// hides.
 #pragma once
 
 #include "linear/few_rows_kernel_cuda.cuh"
@@ -19,6 +20,7 @@ constexpr int kRingStageBytes = kTileRows * kLineBytes;
 // block. A ring has no more than kMostRingStages.
 constexpr int kRingStages = 32, kMostRingStages = 8;
 constexpr int kMostBox = 256;  // rows, or lines, that the copy engine brings at once
+constexpr int kTogether = 2;   // rows of which a warp finds inverses
 constexpr int kMostRingTiles = 2 * kMostBox / kTileRows;  // of a cluster, scales in two boxes
 
 // Beside Geometry, of which stages and steps mean nothing here: its places count from the end of
@@ -29,7 +31,7 @@ struct Rings {
   int stages;        // of a ring, each a line of a tile
   int bytes;         // of all rings
   int spare;         // warps that multiply nothing
-  // Warps from first_finder on find what sums take, for the norm before the layer; 0: none do.
+  // So many warps, from first_finder on, find what sums take for the norm before the layer.
   int finders, first_finder;
   int x_bytes;
   int sums_place;
@@ -63,7 +65,8 @@ class RingCopies {
         first_line_(first_line),
         ring_(ring),
         barriers_(barriers),
-        tile_(lines > 0 ? slot : tiles_) {
+        tile_(lines > 0 ? slot : tiles_),
+        is_last_(slot == 0) {
     // Now, and not when they are needed.
     asm volatile("" : "+r"(before_), "+r"(first_line_), "+r"(ring_), "+r"(barriers_), "+r"(tile_));
   }
@@ -88,7 +91,9 @@ class RingCopies {
                     barrier, policy_);
     if (++stage_ == rings_.stages) stage_ = 0;
     advance();
-    if (is_done()) let_next_begin();  // earlier, its copies would compete with those of this kernel
+    // Of a block the first call counts. Earlier, its copies would compete with those of this
+    // kernel.
+    if (is_last_ && is_done()) let_next_begin();
   }
 
  private:
@@ -111,6 +116,7 @@ class RingCopies {
   int before_, first_line_;
   unsigned ring_, barriers_;
   int tile_, line_ = 0, stage_ = 0;
+  const bool is_last_;  // no other warp of the block has more tiles
 };
 
 // Begins to copy all of x that a block needs: by one thread.
@@ -170,9 +176,10 @@ __global__ void __launch_bounds__(kMostRingWarps* kWarp, (kRingBlocks<Kind, kCol
                           const __grid_constant__ Call call) {
   using Products = typename Kind::template Products<kColumnTiles>;
   constexpr bool kFinishes = std::is_same_v<Call, FewRows>;
+  constexpr bool kFinds = kFinishes && kColumnTiles == 1;  // beside more rows there are inverses
   extern __shared__ __align__(16) char shared[];
   __shared__ Barrier barriers[kRingStages + kMostRingWarps / 2], x_here, scales_here, sums_here;
-  __shared__ float inverses[kFinishes ? kMostRingRows : 1];
+  __shared__ float inverses[kColumnTile];
   const unsigned begin = shared_address(shared);
   const unsigned pipeline = ceil_div(begin, unsigned(kTmaTileAlignment)) * kTmaTileAlignment;
   const unsigned near = pipeline + unsigned(rings.bytes);
@@ -209,6 +216,7 @@ __global__ void __launch_bounds__(kMostRingWarps* kWarp, (kRingBlocks<Kind, kCol
                                      int(sizeof(float)));
   }
   come_to_cluster();
+  if (threadIdx.x == 0 && copies.is_done()) let_next_begin();  // the block has no lines
   wait_for_previous();
   if (lane == 0 && multiplies) {
     if (copies_x) copy_x<Kind>(geometry, rings, maps.x, first_line, near, &x_here);
@@ -219,10 +227,9 @@ __global__ void __launch_bounds__(kMostRingWarps* kWarp, (kRingBlocks<Kind, kCol
     for (int i = 0; i < rings.stages && !copies.is_done(); ++i) copies.begin();
   }
   __syncthreads();  // all barriers have begun
-  if constexpr (kFinishes) {
+  if constexpr (kFinds) {
     if (rings.finders > 0 && warp >= rings.first_finder) {
-      find_inverses<(kColumnTiles > 1 ? 4 : 2)>(call, inverses, warp - rings.first_finder,
-                                                rings.finders);
+      find_inverses<kTogether>(call, inverses, warp - rings.first_finder, rings.finders);
     }
   }
   wait_for(&x_here, 0);
@@ -257,7 +264,7 @@ __global__ void __launch_bounds__(kMostRingWarps* kWarp, (kRingBlocks<Kind, kCol
   if (!met) wait_for_cluster();
   wait_for(&sums_here, 0);
   if constexpr (kFinishes) {
-    if (rings.finders > 0) __syncthreads();
+    if (kFinds && rings.finders > 0) __syncthreads();
     Finisher<typename Kind::T> finisher(call, geometry, rows, sums, rank);
     finisher.finish(call.inverses == nullptr ? inverses : call.inverses);
   } else {
@@ -270,7 +277,6 @@ template <class Kind, int kColumnTiles>
 Rings divide_among_rings(Geometry& geometry, const typename Kind::Call& call, int most,
                          const Device& device) {
   constexpr int kMostSlots = kMostRingWarps / kBlockParts;
-  constexpr int kTogether = kColumnTiles > 1 ? 4 : 2;
   const int64_t tiles = ceil_div(call.weight_rows(), kTileRows);
   geometry.cluster = kRingCluster, geometry.groups = kBlockParts;  // as Sums has them
   Rings rings = {};
@@ -326,12 +332,13 @@ bool launch_in_rings(const typename Kind::Call& call, const Device& device, cuda
   const bool finishes = !sums_are_results(call);
   const auto plain = &few_rows_rings_kernel<Kind, kColumnTiles, Nothing>;
   const auto kernel = &few_rows_rings_kernel<Kind, kColumnTiles, FewRows>;
-  if (!(finishes ? can_chain(kernel, op) : can_chain(plain, op))) return false;
   const Scales& scales = Kind::scales(call);
   if (scales.group_lines != 1 || scales.part_units * Kind::kGroups != kUnitsOfLine) return false;
   if (ceil_div(call.weight_rows(), kTileRows) * kRingCluster < device.processors) return false;
   // Places that are worked out below fit 32 bits.
   if (Kind::weight(call).length > int64_t(kMostBox) * kLineBytes) return false;
+  if (kColumnTiles > 1 && call.squares.is_present() && call.inverses == nullptr) return false;
+  if (!(finishes ? can_chain(kernel, op) : can_chain(plain, op))) return false;
   constexpr int kBeside = 1024;  // bytes, for barriers and inverses
   for (int most = kMostRingTiles; most >= kMostRingTiles / 4; most /= 2) {
     Geometry geometry = {};

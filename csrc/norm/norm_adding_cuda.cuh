@@ -38,7 +38,8 @@ class Cluster {
 #endif
 };
 
-// Several of them share a block.
+// Several of them share a block. Threads have room for four vectors also where a warp has a row, as
+// there is one kernel for all lengths.
 template <class Team>
 using TeamOfBlock =
     RowTeam<Team::kLength == RowLength::is_of_warp ? RowLength::is_usual : Team::kLength, false>;

@@ -228,7 +228,7 @@ void run_rows(const NormBackward& norm, const Layout& layout, RowMoments<Kind>* 
     kernel<<<unsigned(layout.blocks), layout.block, 0, stream>>>(
         norm, of_rows, 1.0f / float(norm.length), layout.team, layout.aligned);
   };
-  if (!layout.whole) return launch(rows_kernel<Kind, Team, Any, false>);
+  if (!layout.whole) return launch(rows_kernel<Kind, cuda::ReadingTeam<Team>, Any, false>);
   with_storage_type(layout.dtype, [&](auto storage) {
     using T = decltype(storage);
     if constexpr (Team::kLength == RowLength::in_parts) {

@@ -392,8 +392,9 @@ void norm_cuda(const Norm& norm, void* stream) {
       }
     }
     if (is_done) return;
-    reading_kernel<Kind, Team><<<unsigned(layout.blocks), layout.block, 0, queue>>>(
-        norm, 1.0f / float(norm.length), layout.team, layout.aligned);
+    reading_kernel<Kind, cuda::ReadingTeam<Team>>
+        <<<unsigned(layout.blocks), layout.block, 0, queue>>>(norm, 1.0f / float(norm.length),
+                                                              layout.team, layout.aligned);
   });
   cuda::check(cudaGetLastError(), op);
 }

@@ -54,8 +54,8 @@ struct RowTeam {
   static constexpr bool kShort = kLength == RowLength::is_short;
   static constexpr bool kParts = false;  // others have parts of the row
   static constexpr int kVectors = kShort ? 1 : kVectors_;
-  static constexpr bool kOfWarp = kLength == RowLength::is_of_warp;
-  static constexpr int kFixed = kShort ? kWarp / 2 : kOfWarp * kWarp;  // threads; 0: as told
+  // Threads, where their number is known.
+  static constexpr int kFixed = kShort ? kWarp / 2 : kLength == RowLength::is_of_warp ? kWarp : 0;
   static constexpr int kMostThreads = kLength == RowLength::is_long ? kLongTeam : kMostOfTeam;
 
   int threads, thread, number;  // of the team in its block
@@ -256,6 +256,10 @@ __device__ inline float sums_over_lanes(const float (&sums)[kSums]) {
   return sum;
 }
 
+// Whether teams add up without memory, and without a barrier.
+template <class Team>
+constexpr bool kIsInWarp = Team::kShort || Team::kLength == RowLength::is_of_warp;
+
 // Adds up 1, 2 or 4 numbers over the threads of a team. Each warp puts down its sums; behind a
 // barrier, every thread takes the totals. All threads of the warps of a team take part.
 template <class Team, int kSums>
@@ -267,7 +271,7 @@ class TeamReduction {
 
   __device__ void put(const float (&sums)[kSums]) {
     mine_ = over_lanes(sums);
-    if (kInWarp || team_.threads == kWarp) return;
+    if (kIsInWarp<Team> || team_.threads == kWarp) return;
     const int lane = int(threadIdx.x) % kWarp;
     if (lane < kSums) memory_[(buffer_ * kWarp + team_.thread / kWarp) * kSums + lane] = mine_;
   }
@@ -275,7 +279,7 @@ class TeamReduction {
   // Two buffers, one after the other: nobody writes to one before all have read it and come to the
   // barrier of the other.
   __device__ void take(float (&sums)[kSums]) {
-    if (!kInWarp && team_.threads > kWarp) {
+    if (!kIsInWarp<Team> && team_.threads > kWarp) {
       team_.barrier();
       const int lane = int(threadIdx.x) % kWarp;
       const bool is_one = lane < team_.threads / kWarp;
@@ -295,7 +299,6 @@ class TeamReduction {
   __device__ static bool any(bool is_so) { return Team::kShort ? __any_sync(~0u, is_so) : is_so; }
 
  private:
-  static constexpr bool kInWarp = Team::kShort || Team::kLength == RowLength::is_of_warp;
   static constexpr int kLanes = Team::kShort ? kWarp / 2 : kWarp;
 
   __device__ static float over_lanes(const float (&sums)[kSums]) {
@@ -452,11 +455,10 @@ class Moments {
   Sums before_;  // of parts
 };
 
-// What the teams of a block need in shared memory to add up: those in a warp need none.
+// What the teams of a block need in shared memory to add up.
 template <class Kind, class Team, bool kGrads>
-constexpr int kReductionFloats = Team::kShort || Team::kLength == RowLength::is_of_warp
-                                     ? 1
-                                     : 2 * kWarp * (1 + kGrads) * (1 + Kind::kCentered);
+constexpr int kReductionFloats =
+    kIsInWarp<Team> ? 1 : 2 * kWarp * (1 + kGrads) * (1 + Kind::kCentered);
 
 }  // namespace cuda
 }  // namespace dsx

@@ -47,6 +47,11 @@ void with_warp(int64_t length, const Body& body) {
   call.template operator()<kHeldVectors>();
 }
 
+// Of rows that are read again each time, which are held by nobody: one kernel for all teams of a
+// warp.
+template <class Team>
+using ReadingTeam = RowTeam<Team::kLength>;
+
 // Calls body with the type of the team, as std::type_identity.
 template <class Body>
 void with_row_length(int64_t length, const Body& body) {

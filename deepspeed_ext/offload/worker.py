@@ -9,6 +9,7 @@ from functools import partial
 
 import torch
 
+from deepspeed_ext.captures import beside_captures
 from deepspeed_ext.offload.copies import Event
 from deepspeed_ext.op_builder.log import logger
 from deepspeed_ext.processors import Share
@@ -237,7 +238,7 @@ class Worker:
     def _work(self) -> None:
         while (task := self._take()) is not None:
             try:
-                with torch.no_grad():
+                with torch.no_grad(), beside_captures():
                     task.run()
             except BaseException as error:
                 task.error = error
@@ -254,7 +255,8 @@ class Worker:
             if not self._queue:
                 self._thread = None
                 return None
-            task = self._next()
+            with beside_captures():  # again, as CUDA may not have been in use when the thread began
+                task = self._next()
             self._queue.remove(task)
             return task
 

@@ -90,7 +90,7 @@ class LateLane(host.CopyLane):
             self._given += 1
             return Event(self, self._given, self._in_vain)
 
-    def hold_back(self, stream, event):
+    def hold_back(self, stream, event, is_of_graph):
         if event is not None:
             self.catch_up(event._number)
 

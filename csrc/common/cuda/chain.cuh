@@ -59,7 +59,7 @@ __device__ inline void cluster_barrier(int blocks) {
 }
 
 // A barrier of all threads of a cluster in two halves: what a thread does after the second, it does
-// after all have begun the first. Nobody may read what others wrote.
+// after all have begun the first. Nobody may read what others wrote. Before 9.0 they do nothing.
 __device__ inline void come_to_cluster() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("barrier.cluster.arrive.relaxed;" ::: "memory");

@@ -58,19 +58,17 @@ __device__ inline void show_barriers() {
 #endif
 }
 
-__device__ inline void arrive(unsigned barrier) {
+__device__ inline void arrive(Near barrier) {
 #if __CUDA_ARCH__ >= 800
-  asm volatile("{ .reg .b64 state; mbarrier.arrive.shared.b64 state, [%0]; }" ::"r"(barrier)
+  asm volatile("{ .reg .b64 state; mbarrier.arrive.shared.b64 state, [%0]; }" ::"r"(barrier.address)
                : "memory");
 #endif
 }
-__device__ inline void arrive(Barrier* barrier) { arrive(shared_address(barrier)); }
 
 // Arrives once the copies have that this thread has begun by fetch_bytes or fetch_part.
-__device__ inline void arrive_after_fetches(Barrier* barrier) {
+__device__ inline void arrive_after_fetches(Near barrier) {
 #if __CUDA_ARCH__ >= 800
-  asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(shared_address(barrier))
-               : "memory");
+  asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(barrier.address) : "memory");
 #endif
 }
 
@@ -83,7 +81,7 @@ __device__ inline void arrive_expecting(Near barrier, int bytes) {
 #endif
 }
 
-__device__ inline void wait_for(unsigned barrier, int phase) {
+__device__ inline void wait_for(Near barrier, int phase) {
 #if __CUDA_ARCH__ >= 900
 #define DSX_HAS_ENDED "mbarrier.try_wait.parity.shared.b64 "
 #else
@@ -94,19 +92,16 @@ __device__ inline void wait_for(unsigned barrier, int phase) {
   do {
     asm volatile("{ .reg .pred p; " DSX_HAS_ENDED "p, [%1], %2; selp.u32 %0, 1, 0, p; }"
                  : "=r"(ended)
-                 : "r"(barrier), "r"(phase)
+                 : "r"(barrier.address), "r"(phase)
                  : "memory");
   } while (ended == 0);
 #endif
 #undef DSX_HAS_ENDED
 }
-__device__ inline void wait_for(Barrier* barrier, int phase) {
-  wait_for(shared_address(barrier), phase);
-}
 // The same for all threads of a warp: none goes on before all have seen the phase end, as to one
 // that looks after the next phase has ended, too, it has yet to. Where the next one cannot end
 // without these threads, wait_for is enough.
-__device__ inline void wait_together_for(Barrier* barrier, int phase) {
+__device__ inline void wait_together_for(Near barrier, int phase) {
   wait_for(barrier, phase);
   __syncwarp();
 }

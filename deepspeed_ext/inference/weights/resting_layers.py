@@ -8,6 +8,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from deepspeed_ext.captures import beside_captures
 from deepspeed_ext.inference.weights.flat_layer import copied_to, flat_bytes, without_memory
 from deepspeed_ext.inference.weights.loader import Layer
 from deepspeed_ext.io import Future, PinnedBuffer, TensorStore
@@ -84,7 +85,8 @@ class HostLayers:
 
     def settle(self) -> None:
         if self._last is not None:
-            self._last.synchronize()
+            with beside_captures():  # garbage may be collected in the middle of one
+                self._last.synchronize()
 
     def close(self) -> None:
         self.settle()

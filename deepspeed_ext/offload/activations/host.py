@@ -57,14 +57,26 @@ class CopyLane:
         event.record(self._stream)
         return event
 
-    def hold_back(self, stream: Stream | None, event: Event | None) -> None:
-        """Let a stream wait for a copy; not in a forked child, which has neither."""
+    def is_captured(self) -> bool:
+        """Tell whether what the current stream is given now becomes part of a graph."""
+        return self._stream is not None and torch.cuda.is_current_stream_capturing()
+
+    def hold_back(self, stream: Stream | None, event: Event | None, is_of_graph: bool) -> None:
+        """Let a stream wait for a copy; not in a forked child, which has neither.
+
+        Args:
+            stream: which.
+            event: when the copy is over.
+            is_of_graph: the copy is part of a graph that was captured.
+        """
         if stream is None or event is None or os.getpid() != self._process:
             return
-        if not torch.cuda.is_current_stream_capturing():
+        with torch.cuda.stream(stream):
+            outside = self.is_captured() and not is_of_graph
+        if not outside:
             stream.wait_event(event)
             return
-        with beside_captures():  # of a graph, and the copy is no part of that
+        with beside_captures():  # a graph cannot wait for a copy that is no part of it
             event.synchronize()
 
     def finish(self) -> None:
@@ -93,6 +105,7 @@ class CopyOut:
         self.source: Tensor | None = None
         self._lane = lane
         self._stream = lane.current_stream()
+        self._is_of_graph = lane.is_captured()
         self._event = lane.copy(target, source)
         self.source = source
 
@@ -106,7 +119,7 @@ class CopyOut:
     def let_go(self) -> None:
         """Let go of what is copied: the stream that made it goes on when that is over."""
         if self.source is not None:
-            self._lane.hold_back(self._stream, self._event)
+            self._lane.hold_back(self._stream, self._event, self._is_of_graph)
             self._event = self.source = None
 
     def __del__(self) -> None:
@@ -126,6 +139,7 @@ class CopyBack:
         self._event: Event | None = None
         self._lane = lane
         self._stream = lane.current_stream()
+        self._is_of_graph = lane.is_captured()
         self.memory = torch.empty(source.nbytes, dtype=torch.uint8, device=lane.device)
         self._event = lane.copy(self.memory, source)
 
@@ -136,7 +150,7 @@ class CopyBack:
     def wait(self) -> None:
         """Let the stream wait for them that was the current one."""
         event, self._event = self._event, None
-        self._lane.hold_back(self._stream, event)
+        self._lane.hold_back(self._stream, event, self._is_of_graph)
 
     def __del__(self) -> None:
         self.wait()  # or the memory would be used again while something is copied to it

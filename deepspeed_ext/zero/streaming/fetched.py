@@ -101,6 +101,8 @@ class Fetched:
         return self.piece.weight(self.memory, i)
 
     def __del__(self) -> None:
+        if sys is None or sys.is_finalizing():  # a module that is gone is None
+            return
         if "_staged" in self.__dict__:
             with beside_captures():
                 self.finish()  # or its memory would be used again while something is copied to it
