@@ -65,8 +65,7 @@ class RingCopies {
         first_line_(first_line),
         ring_(ring),
         barriers_(barriers),
-        tile_(lines > 0 ? slot : tiles_),
-        is_last_(slot == 0) {
+        tile_(lines > 0 ? slot : tiles_) {
     // Now, and not when they are needed.
     asm volatile("" : "+r"(before_), "+r"(first_line_), "+r"(ring_), "+r"(barriers_), "+r"(tile_));
   }
@@ -91,9 +90,9 @@ class RingCopies {
                     barrier, policy_);
     if (++stage_ == rings_.stages) stage_ = 0;
     advance();
-    // Of a block the first call counts. Earlier, its copies would compete with those of this
-    // kernel.
-    if (is_last_ && is_done()) let_next_begin();
+    // Of a block the first call counts, that of a warp with few tiles. Earlier, copies of the next
+    // kernel would compete with those of this one.
+    if (is_done()) let_next_begin();
   }
 
  private:
@@ -116,7 +115,6 @@ class RingCopies {
   int before_, first_line_;
   unsigned ring_, barriers_;
   int tile_, line_ = 0, stage_ = 0;
-  const bool is_last_;  // no other warp of the block has more tiles
 };
 
 // Begins to copy all of x that a block needs: by one thread.
@@ -174,6 +172,7 @@ __global__ void __launch_bounds__(kMostRingWarps* kWarp, (kRingBlocks<Kind, kCol
                           const __grid_constant__ Rings rings,
                           const __grid_constant__ Maps<true> maps,
                           const __grid_constant__ Call call) {
+#if __CUDA_ARCH__ >= 900  // see can_chain
   using Products = typename Kind::template Products<kColumnTiles>;
   constexpr bool kFinishes = std::is_same_v<Call, FewRows>;
   constexpr bool kFinds = kFinishes && kColumnTiles == 1;  // beside more rows there are inverses
@@ -270,6 +269,7 @@ __global__ void __launch_bounds__(kMostRingWarps* kWarp, (kRingBlocks<Kind, kCol
   } else {
     finish_sums<typename Kind::T>(geometry, rings, sums, rows.first + rank * sums.columns);
   }
+#endif
 }
 
 // How a cluster has up to so many tiles: by a warp for each, or by all that there may be.
