@@ -65,7 +65,8 @@ class RingCopies {
         first_line_(first_line),
         ring_(ring),
         barriers_(barriers),
-        tile_(lines > 0 ? slot : tiles_) {
+        tile_(lines > 0 ? slot : tiles_),
+        is_last_(slot == 0) {
     // Now, and not when they are needed.
     asm volatile("" : "+r"(before_), "+r"(first_line_), "+r"(ring_), "+r"(barriers_), "+r"(tile_));
   }
@@ -90,9 +91,9 @@ class RingCopies {
                     barrier, policy_);
     if (++stage_ == rings_.stages) stage_ = 0;
     advance();
-    // Of a block the first call counts, that of a warp with few tiles. Earlier, copies of the next
-    // kernel would compete with those of this one.
-    if (is_done()) let_next_begin();
+    // Of a block the first call counts. Earlier, its copies would compete with those of this
+    // kernel.
+    if (is_last_ && is_done()) let_next_begin();
   }
 
  private:
@@ -115,6 +116,7 @@ class RingCopies {
   int before_, first_line_;
   unsigned ring_, barriers_;
   int tile_, line_ = 0, stage_ = 0;
+  const bool is_last_;  // no other warp of the block has more tiles
 };
 
 // Begins to copy all of x that a block needs: by one thread.
